@@ -4,7 +4,7 @@ Each file defines the method's array type, a function that creates a new adapter
 that describes how the adapter is saved in PEFT's format. To add a new method, list its record here.
 """
 
-# Imported for its side effect, which is to register the rules for combinators.
+# Imported only for its side effect of registering the rules for combinators.
 from . import rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .adalora import ADALORA, AdaLoRAArray
 from .alora import ALoRAArray
@@ -47,7 +47,7 @@ _ALL = (
     FOURIERFT,
 )
 
-#: The records of all methods, by name (e.g. "vera").
+#: Maps names to the records of methods. For example, "vera" is mapped to `VERA`.
 METHODS = {method.name: method for method in _ALL}
 
 __all__ = [

@@ -14,8 +14,8 @@ from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number,
 class AdaLoRAArray(MethodArray):
     """AdaLoRA: adds `scaling * b diag(e) a`, i.e. a low-rank matrix parameterised like its SVD.
 
-    This makes it possible to prune ranks from those layers that need them the least. Note that the pruning
-    itself is left to PEFT, i.e. we only train the remaining ranks.
+    This makes it possible to prune ranks from those layers that need them the least. Note that we don't
+    implement the pruning itself, but only train the ranks that are left.
 
     **Arguments:**
 

@@ -25,12 +25,13 @@ _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradien
 class ALoRAArray(AdaptedArray):
     """Activated LoRA: a weight with a low-rank adapter that only acts from its invocation tokens onwards.
 
-    All earlier tokens are only multiplied by the base, so that any keys and values cached by the model
-    without adapters can be reused.
+    This is useful when many adapters are applied to the same text: as all earlier tokens are only multiplied
+    by the base, their cached keys and values are the same as for the model without adapters, and can be
+    reused.
 
-    As the weight differs from token to token, it can't be materialised or merged. It can only be multiplied
-    by a layer's inputs, with one row per token, after [`quaxlike.activate`][] has determined which tokens it
-    acts on.
+    Note that the weight is different for each token, so it can't be materialised or merged. The only thing
+    that can be done with it is to multiply it by the inputs of its layer, with one row per token. To do so,
+    first call [`quaxlike.activate`][] to determine which tokens it acts on.
 
     **Arguments:**
 
@@ -87,7 +88,7 @@ class ALoRAArray(AdaptedArray):
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """Returns the weight that multiplies those tokens on which the adapter acts."""
+        """Returns the weight for those tokens that the adapter acts on."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -113,7 +114,7 @@ class ALoRAArray(AdaptedArray):
 
 @register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
-    """Multiplies every token by the base, and adds the adapter's change to those tokens that are active."""
+    """Multiplies every token by the base, then adds the low-rank change for those tokens that are active."""
     on_left = isinstance(x, ALoRAArray)
     w, x = (x, y) if on_left else (y, x)
     _, of_x = dot_axes(w, x, params["dimension_numbers"], on_left=on_left)
@@ -128,7 +129,10 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _rows(w: ALoRAArray, found: list[int]) -> Any:
-    """Returns a mask over the rows that multiply `w`, after validating that these are of shape `found`."""
+    """Returns a mask over the rows that multiply `w`.
+
+    This also validates that there is one row (as given by the shape `found`) for each token.
+    """
     if w.active is None:
         raise ValueError(
             f"An activated LoRA acts on the tokens from {list(w.invocation)} on, and it is not known where "

@@ -64,7 +64,7 @@ class BOFTArray(MethodArray):
         factors, n, b = blocks.shape[-4:-1]
         for k in range(factors):
             chain: list[Any] = [BlockDiagonalMatrix(jnp.matrix_transpose(blocks[..., k, :, :, :]))]
-            if k:  # permute half-blocks within each group, such that those at even indices come first
+            if k:  # Permute half-blocks within each group, so that those with even indices come first.
                 order = jnp.concatenate([jnp.arange(start, 2 ** (k + 1), 2) for start in (0, 1)])
                 mixed = jnp.eye(2 ** (k + 1), dtype=blocks.dtype)[order]
 

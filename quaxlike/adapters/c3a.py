@@ -10,7 +10,7 @@ from .record import Layer, Method, Weight, Written, by_pattern, count, starts
 
 
 class C3AArray(MethodArray):
-    """C³A: adds a matrix of circulant blocks, so that products can be computed by fast Fourier transforms.
+    """C³A: adds a matrix of circulant blocks, whose products are computed by fast Fourier transforms.
 
     **Arguments:**
 

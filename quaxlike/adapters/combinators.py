@@ -1,7 +1,8 @@
-"""The building blocks of adapters: `SumArray`, `ScaledArray`, `RotatedArray`, `HadamardArray`.
+"""The building blocks of adapters, namely `SumArray`, `ScaledArray`, `RotatedArray` and `HadamardArray`.
 
-As in `LoraArray`, a weight can have several output and input axes, in any order. The matrices that adapt it
-are of shape `(*batch, outputs, inputs)`, with these axes flattened in the order of `out_axes` and `in_axes`.
+As in `LoraArray`, a weight can have several output and input axes, in any order. On the other hand, the
+matrices that adapt it always have the shape `(*batch, outputs, inputs)`, with the weight axes flattened in
+the order of `out_axes` and `in_axes`.
 """
 
 import math
@@ -21,7 +22,7 @@ from ..core.values import is_value, materialise
 
 
 class Combinator(AdaptedArray):
-    """Base class for combinators."""
+    """Base class for combinators, i.e. the arrays which the adapters of published methods are composed of."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
@@ -33,7 +34,7 @@ class Combinator(AdaptedArray):
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, by scaling the base."""
+        """Multiplies by a scalar by scaling the base, which is correct for everything except for sums."""
         if factor.ndim:
             return NotImplemented
         return reached_by(self, factor).replace(w=quaxify(multiply)(self.base, factor))
@@ -50,18 +51,19 @@ def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
-    """Converts negative axes to labels."""
+    """Converts negative axes to the labels that `labels_of` uses for them."""
     return [x.ndim + axis for axis in axes]
 
 
 class SumArray(Combinator):
     """The sum `w + delta`.
 
-    Products with `w` and `delta` are computed separately, by the rules for their types.
+    Products with `w` and `delta` are computed separately, using the rules for their types. This is useful
+    when `delta` is structured, because neither the sum nor `delta` itself is then materialised.
 
     **Arguments:**
 
-    - `w`: the base, as an array or Value. The sum has the same dtype.
+    - `w`: the base, as an array or Value. The sum has the same dtype as the base.
     - `delta`: an array or Value of shape `(..., outputs, inputs)`, for example a `KroneckerMatrix` or a
         `SparseArray`. Multiple output or input axes are flattened.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
@@ -94,13 +96,13 @@ class SumArray(Combinator):
         return cast(spread(self, cast(w, dtype)) + sign * cast(delta, dtype), w.dtype)
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies both terms by a scalar."""
+        """Multiplies by a scalar. Unlike for other combinators, we need to scale both terms."""
         if factor.ndim:
             return NotImplemented
         return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
 
     def adds_nothing(self) -> bool:
-        """Returns whether `delta` is zero if all of its arrays are zero."""
+        """Returns whether `delta` is zero if all of its arrays are zero, i.e. whether it's linear in them."""
         return not is_value(self.delta) or bool(self.delta.linear)
 
 
@@ -109,7 +111,7 @@ class ScaledArray(Combinator):
 
     **Arguments:**
 
-    - `w`: the base, as an array or Value. The result has the same dtype.
+    - `w`: the base, as an array or Value. The result has the same dtype as the base.
     - `outputs`: a factor for each output, of shape `(..., *outputs)`. Default: None, i.e. no scaling.
     - `inputs`: a factor for each input, of shape `(..., *inputs)`. Default: None, i.e. no scaling.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
@@ -143,7 +145,7 @@ class ScaledArray(Combinator):
         return self.with_base(weight)
 
     def factors(self) -> list[Any]:
-        """Returns all factors that aren't `None`, broadcastable to the shape of the array."""
+        """Returns all factors that aren't `None`, arranged so that they can be multiplied with the base."""
         own = labels_of(self)
         return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
 
@@ -151,16 +153,16 @@ class ScaledArray(Combinator):
 class RotatedArray(Combinator):
     """The product of a weight with a square matrix.
 
-    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, with each product computed by the rules for
-    its type. In particular `w @ rotation` is never formed.
+    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, using the rules for the types of `rotation`
+    and `w`. In particular, `w @ rotation` is never formed.
 
     **Arguments:**
 
-    - `w`: the base, as an array or Value. The product has the same dtype.
+    - `w`: the base, as an array or Value. The product has the same dtype as the base.
     - `rotation`: an array or Value of shape `(..., n, n)`, where `n` is the number of inputs. Multiple input
-        axes are flattened. Doesn't need to be orthogonal.
-    - `of_outputs`: whether to multiply along the outputs instead, e.g. for an embedding `(vocabulary, n)`.
-        Default: False.
+        axes are flattened. Despite its name, this matrix doesn't need to be orthogonal.
+    - `of_outputs`: whether to multiply along the outputs instead, e.g. for an embedding of shape
+        `(vocabulary, n)`. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -195,7 +197,10 @@ class RotatedArray(Combinator):
         return self.with_base(self._on_rows(weight, solved))
 
     def _on_rows(self, w: jax.Array, multiplied: Any) -> jax.Array:
-        """Applies `multiplied(rows, rotation)`, where `rows` is `w` with its rotated axes as columns."""
+        """Applies `multiplied(rows, rotation)` in at least float32.
+
+        Here `rows` is `w` as a matrix (with batch axes), whose columns are the rotated axes.
+        """
         rotated, batch = self.rotated(), labels_of(self)["rotation"][:-2]
         order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
         w, shape = spread(self, w), [self.shape[i] for i in order]
@@ -211,11 +216,12 @@ class RotatedArray(Combinator):
 class HadamardArray(Combinator):
     """The elementwise product `w * factor`.
 
-    Matrix products with this array materialise it, but lookups only compute the rows they need.
+    Note that a matrix product with this array needs to materialise it, as there is in general no cheaper way
+    to compute this. However, lookups only compute the rows that they need.
 
     **Arguments:**
 
-    - `w`: the base, as an array or Value. The product has the same dtype.
+    - `w`: the base, as an array or Value. The product has the same dtype as the base.
     - `factor`: an array or Value of shape `(..., *outputs, *inputs)`, such as a [`quaxlike.LoraArray`][].
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
@@ -242,7 +248,7 @@ class HadamardArray(Combinator):
         return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
 
     def arranged(self) -> Any:
-        """Returns the factor with its axes in the same order as those of this array."""
+        """Returns the factor with its axes in the same order as the axes of this array."""
         own = labels_of(self)["factor"]
         return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
 
@@ -251,7 +257,7 @@ class HadamardArray(Combinator):
 
 
 def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
-    """Reshapes a matrix of shape `(*batch, outputs, inputs)` to be broadcastable to the shape of `x`."""
+    """Reshapes a matrix of shape `(*batch, outputs, inputs)` so that it can be broadcast against `x`."""
     out, into = axes_of(x, x.out_axes), axes_of(x, x.in_axes)
     batch = [i for i in range(x.ndim) if i not in (*out, *into)]
     sizes = [x.shape[i] for i in (*out, *into)]
@@ -260,5 +266,5 @@ def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
 
 
 def spread(x: AdaptedArray, w: Any) -> Any:
-    """Broadcasts the base over all batch axes."""
+    """Broadcasts the base over all batch axes of `x`, some of which might only belong to its other parts."""
     return w if w.shape == x.shape else quaxify(jnp.broadcast_to)(w, x.shape)

@@ -63,7 +63,10 @@ class DeLoRAArray(MethodArray):
 
 
 def _norm(x: Any, axis: int) -> Any:
-    """Computes the norm, but with a gradient of zero at zero (instead of NaN)."""
+    """Computes the norm, but with a gradient of zero at zero (rather than NaN).
+
+    This matters because `b` is initialised with zeros.
+    """
     squares = jnp.sum(x * x, axis)
     some = squares > 0
     return jnp.where(some, jnp.sqrt(jnp.where(some, squares, jnp.ones_like(squares))), squares)

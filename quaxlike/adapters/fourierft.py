@@ -67,7 +67,7 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        # `places` might be shared between the adapters of a stack, in which case it lacks their axis.
+        # `places` might be shared by all adapters of a stack, in which case it doesn't have a stacked axis.
         spectrum, places = jnp.broadcast_arrays(self.scaled("spectrum"), self.places)
         shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
         flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
@@ -79,7 +79,10 @@ class FourierFTArray(MethodArray):
 def fourierft(
     x: Weight, *, n_frequency: int = 1000, scaling: float = 150.0, seed: int = 777
 ) -> FourierFTArray:
-    """Uses the frequencies that PEFT draws with `seed`, which are the same for all weights of equal size."""
+    """Uses the same frequencies as PEFT would draw with `seed`.
+
+    Note that these only depend on the size of a weight, so that weights of equal size share them.
+    """
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:
         raise ValueError(f"FourierFT takes an n_frequency from 1 to {size}; found {n_frequency}.")

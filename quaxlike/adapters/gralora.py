@@ -20,10 +20,10 @@ class GraLoRAArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: for each of `k` groups of inputs, the concatenated first factors of the blocks in this column, of
-        shape `(..., k, inputs / k, rank)`.
-    - `b`: for each of `k` groups of outputs, the concatenated second factors of the blocks in this row, of
-        shape `(..., k, rank, outputs / k)`.
+    - `a`: of shape `(..., k, inputs / k, rank)`. For each of the `k` groups of inputs, this concatenates the
+        first factors of all blocks in that column.
+    - `b`: of shape `(..., k, rank, outputs / k)`. For each of the `k` groups of outputs, this concatenates
+        the second factors of all blocks in that row.
     - `general_a`, `general_b`: an additional low-rank change to the whole weight, as `a` and `b` in
         [`quaxlike.LoraArray`][]. Default: None.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
@@ -58,7 +58,8 @@ class GraLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         k, rank, size = self.b.shape[-3:]
-        # The total rank is flattened from (n, j, q), i.e. input group, output group, and rank per block.
+        # The total rank is flattened from (n, j, q), which are the input group, the output group, and the
+        # rank within a block.
         b = self.scaled("b")
         b = jnp.reshape(b, (*b.shape[:-3], k, k, rank // k, size))
         eye = jnp.eye(k, dtype=b.dtype)

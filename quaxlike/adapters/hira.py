@@ -16,7 +16,8 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 class HiRAArray(MethodArray):
     """HiRA: multiplies the weight elementwise by one plus a low-rank matrix, i.e. `w * (1 + b a)`.
 
-    Matrix products with this array materialise it, but embedding lookups only compute the rows they need.
+    Note that matrix products with this array materialise it, but embedding lookups only compute those rows
+    that they need.
 
     **Arguments:**
 
@@ -60,7 +61,7 @@ def hira(x: Weight, *, rank: int = 32) -> HiRAArray:
 
 def _read_hira(layer: Layer) -> Any:
     shape = layer.shape_of("embedding_b" if layer.kind == "embedding" else "b")
-    r = shape[1] if len(shape) > 1 else 0  # PEFT 0.21 ignores `rank_pattern`
+    r = shape[1] if len(shape) > 1 else 0  # Don't use `rank_pattern`, which PEFT 0.21 ignores.
     return layer.on(HiRAArray, *read_factors(layer, r))
 
 

@@ -17,7 +17,8 @@ from .record import Layer, Method, Weight, Written, count, flag, starts
 class HRAArray(MethodArray):
     """Householder reflection adaptation: applies a chain of trained reflections to a layer's inputs.
 
-    Under the hood, a chain of `r` reflections is computed as the identity plus a matrix of rank `r`.
+    Under the hood, we don't apply the reflections one after the other. Instead, we use that a chain of `r`
+    reflections is equal to the identity plus a matrix of rank `r`.
 
     **Arguments:**
 
@@ -63,7 +64,7 @@ class HRAArray(MethodArray):
 
 @starts
 def hra(x: Weight, *, rank: int = 8) -> HRAArray:
-    """Initialises with random reflections that come in pairs, so that they cancel each other."""
+    """Initialises with random reflections that come in identical pairs, so that each pair cancels out."""
     if rank % 2 or rank < 2:
         raise ValueError(f"HRA begins with pairs of reflections; found a rank of {rank}.")
     return x.on(HRAArray, jnp.repeat(x.kaiming(x.inputs, rank // 2, fan_in=rank // 2), 2, axis=-1))

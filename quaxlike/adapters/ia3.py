@@ -73,7 +73,8 @@ class IA3Array(MethodArray):
 class ScaledBias(TransparentValue):
     """The scaled bias of a layer whose outputs are scaled.
 
-    Its factors are trained separately from those of the weight.
+    Note that these factors are trained separately from the factors for the weight, even though PEFT ties
+    them.
 
     **Arguments:**
 
@@ -90,7 +91,7 @@ class ScaledBias(TransparentValue):
         return multiply(materialise(self.base), self.factor)
 
     def merged(self) -> jax.Array:
-        """Returns the product, differentiable with respect to both the bias and the factor."""
+        """Returns the product, which is differentiable with respect to both the bias and the factor."""
         return multiply(materialise(self.w), self.factor)
 
     def unmerged(self, weight: jax.Array) -> "ScaledBias":
@@ -101,8 +102,8 @@ class ScaledBias(TransparentValue):
 def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
     """Initialises with factors of one, for either the outputs or (if `of_inputs`) the inputs.
 
-    By default, we scale the inputs if there is a bias. This is because PEFT scales the bias by the same
-    factors as the outputs, but we can't tie parameters between two arrays.
+    By default, we scale the inputs if there is a bias. (This is because PEFT would use the same factors for
+    the outputs and the bias, but we can't tie parameters between two arrays.)
     """
     if not (bias is not None if of_inputs is None else of_inputs):
         return x.on(IA3Array, outputs=x.ones(*x.out))

@@ -23,8 +23,8 @@ from .record import (
 class LoHaArray(MethodArray):
     """LoHa: adds the elementwise product of two low-rank matrices, `scaling * (a_1 b_1) * (a_2 b_2)`.
 
-    The rank of this product is at most `r²`. We compute it as a low-rank change if this is cheaper than a
-    dense one.
+    The rank of this product is at most `r²`. If this is small enough then we treat it as a low-rank change,
+    and otherwise we materialise it, depending on which of the two is cheaper.
 
     **Arguments:**
 

@@ -97,7 +97,8 @@ def lokr(x: Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = 
 def two_factors(n: int, limit: int) -> tuple[int, int]:
     """Factorises `n` into two factors that are as close to each other as possible.
 
-    If `limit` is positive, then the first factor is at most `limit`. Follows `factorization` in PEFT.
+    If `limit` is positive, then the first factor is at most `limit`. This is the same as `factorization` in
+    PEFT, because the shapes in the file depend on it.
     """
     if limit > 0 and n % limit == 0:
         return limit, n // limit
@@ -140,7 +141,10 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the limit on the first factors, and whether the first matrices are low-rank as well."""
+    """Returns the limit on the first factors, along with whether the first matrices are low-rank too.
+
+    PEFT doesn't store the shapes of the matrices, so we need to find a limit that reproduces all of them.
+    """
     shapes: dict[str, Any] = {}  # the shapes of both matrices, excluding the window
     for name, layer in layers.items():
         x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)

@@ -1,4 +1,7 @@
-"""The file format of LoRA, including rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA. See `LoraArray`."""
+"""The file format of LoRA, including rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA.
+
+The array itself is `LoraArray`, which is defined in `quaxlike.arrays`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +20,9 @@ from ..core.values import is_value
 from .alora import ALoRAArray
 from .record import Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
-# Initialisations that don't modify the base; those that move a part of it into the adapter, which can be
-# recomputed from the base alone; and prefixes of those that modify it in some other way.
+# Some initialisations don't modify the base, and others move a part of it into the adapter. For the second
+# group we can recompute this part from the base alone. The last group (of which we only list the prefixes)
+# modifies the base in a way that we can't reproduce from the file.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _CHANGES_BASE = ("pissa", "olora")
 _UNKNOWN_CHANGES = {
@@ -27,7 +31,7 @@ _UNKNOWN_CHANGES = {
     "lora_ga": "a part of the base that depends on gradients",
     "loftq": "the rounding error of a base that PEFT quantised",
 }
-#: Why grouped and transposed convolutions cannot be adapted.
+#: The reason why grouped and transposed convolutions can't be adapted.
 GROUPED = (
     "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the weight"
 )
@@ -72,7 +76,8 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-#: Entries that only concern initialisation or training. Other options determine whether they are used at all.
+#: Entries that only concern initialisation or training. We can ignore their values, because whether they are
+#: used at all depends on other options.
 INFORMATIVE = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
     "runtime_config",
@@ -121,7 +126,8 @@ _OPTIONS = {
 def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArray:
     """Creates an adapter from these factors.
 
-    If these are the concatenation of `count` adapters, then we increase `alpha` to preserve the scaling.
+    If these are the concatenation of `count` adapters, then their rank is larger by that factor. We increase
+    `alpha` accordingly, so that the scaling stays the same.
     """
     rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha", "alpha_pattern"))
     return layer.on(
@@ -153,7 +159,7 @@ def _read(layer: Layer) -> Any:
         raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
     if layer.kind == "parameter":
         return _read_parameter(layer, rank)
-    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # check this before allocating any memory
+    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # Check this before allocating any memory.
         raise layer.error(
             f"{start}a",
             f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
@@ -166,7 +172,7 @@ def _read(layer: Layer) -> Any:
         magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
-    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT doesn't modify embeddings either
+    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT doesn't modify embeddings either.
         if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
             raise layer.error("a", f"PEFT has no {init} for {layer.name}")
         try:
@@ -186,8 +192,9 @@ def _check_plain(layer: Layer) -> None:
         raise layer.error(None, "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
 
-# For a stack `(experts, …)`, PEFT flattens the factors into two matrices: `A` is `(experts * rank, in)`, in
-# which experts are the slower index, and `B` is `(out, rank * experts)`, in which they are the faster index.
+# For a stack of shape `(experts, …)`, PEFT flattens the factors into two matrices. `A` is
+# `(experts * rank, in)` with experts as the slower index, but `B` is `(out, rank * experts)` with experts as
+# the faster index.
 
 
 def _read_parameter(layer: Layer, rank: int) -> LoraArray:
@@ -249,7 +256,7 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         "use_dora": x.magnitude is not None,
     }
     parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
-    if isinstance(layer.bias, LoraBias):  # PEFT requires that either all layers have this or none do
+    if isinstance(layer.bias, LoraBias):  # PEFT requires that either all layers have this or none do.
         parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
     return parts, options
 
@@ -261,7 +268,7 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
-    if axes == own[::-1]:  # an output layer, which shares its adapter with the embedding it is tied to
+    if axes == own[::-1]:  # This is an output layer that shares its adapter with the embedding it's tied to.
         if x.magnitude is not None:
             raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
         return {"a": x.b.T, "b": x.a.T}
@@ -312,11 +319,11 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 # -------------------------------------------------------------------------------------------------
 # Adapters whose initialisation subtracted something from the base.
 #
-# The file doesn't contain the base. For "pissa" and "olora", whose change can be recomputed from the base,
-# PEFT subtracts it again on loading. For any other initialisation, and for layers in which PEFT doesn't
-# support this, the file must include the change. If the adapted base is `base + taken`, and `scaling * b' a'
-# = taken`, then `[a, a'], [b, b']` represents the same weight on top of `base`, at twice the rank. (This
-# corresponds to `path_initial_model_for_weight_conversion` in PEFT.)
+# The base isn't part of the file. For "pissa" and "olora", whose change can be recomputed from the base, PEFT
+# simply subtracts it again when the adapter is loaded. For any other initialisation, as well as for layers in
+# which PEFT doesn't support this, the file must include the change. We do so as follows: if the adapted base
+# is `base + taken`, and `scaling * b' a' = taken`, then `[a, a'], [b, b']` represents the same weight on top
+# of `base`, albeit at twice the rank. (This is what `path_initial_model_for_weight_conversion` does in PEFT.)
 # -------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +339,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
     own_biases = any(isinstance(x.bias, LoraBias) for x in layers.values())
     for layer, x in layers.items():
         taken = x.array.taken
-        # PEFT's OLoRA decomposes the weight as stored, which in this case is the transpose of ours.
+        # OLoRA in PEFT decomposes the weight as it is stored, which in this case is the transpose of ours.
         turned = taken is not None and taken[0] == "olora" and x.is_fan_in_fan_out
         in_peft = x.kind in ("linear", "matrix") and not turned and not own_biases
         is_derivable = name in _CHANGES_BASE and in_peft and taken == taken_by(str(name), x.array)
@@ -347,7 +354,10 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
 
 def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
-    """Returns the adapter which represents the same weight on top of a different base `w`."""
+    """Returns the adapter which represents the same weight on top of a different base `w`.
+
+    Typically `w` is the base before an initialisation such as PiSSA changed it.
+    """
     if x.w is w or eqx.tree_equal(x.w, w) is True:
         return x.replace(taken=None)
 
@@ -385,7 +395,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
 
 
 def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
-    """Returns the embeddings with trained tokens, which by default is the input embedding."""
+    """Returns the embeddings that have trained tokens. By default this is just the input embedding."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
 

@@ -21,10 +21,10 @@ def is_effective(layer: Layer) -> bool:
 
 
 def tucker(core: Any, a: Any, b: Any) -> Any:
-    """Computes `a @ b` or, given a core of shape `(r, s, *window)`, the kernel with this Tucker
-    decomposition.
+    """Computes `a @ b`, or the kernel that has this Tucker decomposition if there is a core.
 
-    In either case, the result is a matrix whose input axes are flattened.
+    The core should be of shape `(r, s, *window)`. In either case, the result is a matrix whose input axes
+    have been flattened.
     """
     if core is None:
         return jnp.matmul(a, b, precision="highest")

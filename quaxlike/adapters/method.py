@@ -29,15 +29,16 @@ from .combinators import whole_shape
 class MethodArray(AdaptedArray):
     """Base class for the adapters of published methods.
 
-    Subclasses store the trained parameters, and implement `composed` to express the adapted weight in terms
-    of combinators. All operations are then delegated to the result of `composed`.
+    Subclasses store the trained parameters and implement `composed`, which expresses the adapted weight in
+    terms of combinators. All operations are then delegated to the result of `composed`, which means that a
+    new method typically doesn't need any rules.
     """
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
-    # The factor by which the change is scaled, if the method supports this. Either one of `numbers`, or a
-    # property computed from it. Not annotated, for the same reason as in `AdaptedArray`.
+    # The factor by which the change is scaled, if the method supports this. This is either one of `numbers`
+    # or a property computed from it. It isn't annotated, for the same reason as in `AdaptedArray`.
     scaling = 1.0
 
     @abc.abstractmethod
@@ -45,12 +46,18 @@ class MethodArray(AdaptedArray):
         """Returns the equivalent array in terms of combinators and [`quaxlike.LoraArray`][]."""
 
     def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
-        """Creates another kind of adapter on the same weight, with the same axes."""
+        """Creates another kind of adapter on the same weight and with the same axes.
+
+        This is typically used in `composed`.
+        """
         shared = ("gradients", "out_axes", "in_axes")
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
     def scaled(self, name: str) -> Any:
-        """Returns a part (i.e. the field of this name) multiplied by the scaling."""
+        """Returns a part (i.e. the field of this name) multiplied by the scaling.
+
+        Note that stacked adapters can differ in their scaling, so we need to line up the batch axes first.
+        """
         own, of_scaling = labels_of(self)[name], labels_of(self)[self.numbers[0]]
         part, scaling = getattr(self, name), constant(jnp.asarray(self.scaling))
         more = [*(i for i in of_scaling if i not in own), *own]
@@ -97,7 +104,7 @@ class MethodArray(AdaptedArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """As in the base class, but widens the result of `composed` if `like` has another type or axes."""
+        """As in the base class, unless `like` has another type or axes, in which case we widen `composed`."""
 
         def axes(x: Any) -> Any:
             return (type(x), x.out_axes, x.in_axes)
@@ -105,7 +112,7 @@ class MethodArray(AdaptedArray):
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
-    #: Takes precedence over fully trained arrays such as `TrainableArray`, which unwrap themselves.
+    #: Takes precedence over fully trained arrays such as `TrainableArray`, as these simply unwrap themselves.
     default_precedence = precedence.METHOD
 
     @staticmethod

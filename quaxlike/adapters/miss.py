@@ -12,18 +12,19 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, one_of, star
 
 
 class MiSSArray(MethodArray):
-    """Matrix shard sharing: sums over groups of inputs, and multiplies the result by a trained matrix.
+    """Matrix shard sharing: sums over groups of inputs, then multiplies the result by a trained matrix.
 
-    This is equivalent to adding a periodic repetition of the trained matrix to the weight.
+    Mathematically speaking, this is the same as adding a periodic repetition of the trained matrix to the
+    weight.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
     - `block`: the trained matrix, of shape `(..., rank, outputs)`. Input `j` is multiplied by row `j % rank`.
         If there are fewer columns than outputs, then these are repeated as well. Default: None.
-    - `bat`: used instead of `block`; matrices of shape `(..., outputs / rank, rank, rank)` that also multiply
-        the weight: each square block `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. This sum is
-        materialised in every product. Default: None.
+    - `bat`: matrices of shape `(..., outputs / rank, rank, rank)` that also multiply the weight, in which
+        case `block` should be `None`. Each square block `w[p, q]` then becomes `w[p, q] + w[p, q] @ bat[p] +
+        bat[p]`. Note that every product materialises this sum. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -31,8 +31,8 @@ from .record import (
 class OFTArray(MethodArray):
     """Orthogonal fine-tuning: multiplies each block of a layer's inputs by a trained orthogonal matrix.
 
-    These are parameterised as the Cayley transforms of skew-symmetric matrices. The inputs are rotated
-    instead of the weight, so that the rotated weight is never formed.
+    These matrices are parameterised as Cayley transforms of skew-symmetric matrices. Note that we rotate the
+    inputs rather than the weight, which means that the rotated weight is never formed.
 
     **Arguments:**
 
@@ -41,8 +41,8 @@ class OFTArray(MethodArray):
         shape `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
     - `terms`: the number of terms of the Neumann series that approximates the inverse in the Cayley
         transform, counted as in PEFT. Default: None, for the exact inverse.
-    - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). This is
-        ignored when differentiating. Default: None.
+    - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). The
+        clipping is ignored when differentiating. Default: None.
     - `of_outputs`: whether to rotate the outputs instead, e.g. the columns of an embedding. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
@@ -97,10 +97,10 @@ def cayley(k: jax.Array, terms: int | None) -> jax.Array:
     """
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
-        # LAPACK doesn't support narrower dtypes.
+        # We need at least float32, as LAPACK doesn't support narrower dtypes.
         plus, minus = (cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k))
         return cast(jnp.linalg.solve(plus, minus), k.dtype)
-    terms = 4 if terms == 3 else terms  # for consistency with PEFT
+    terms = 4 if terms == 3 else terms  # This is for consistency with PEFT.
     out, power = eye, eye
     for n in range(1, terms):
         power = jnp.matmul(power, k, precision="highest")
@@ -180,7 +180,10 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Returns the block size if all layers have the same, or else the number of blocks; the other is 0."""
+    """Returns either the block size (if this is the same for all layers) or the number of blocks.
+
+    The other is 0, as PEFT's configuration only allows one of them to be set.
+    """
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:
         raise ValueError(

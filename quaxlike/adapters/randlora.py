@@ -30,9 +30,9 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 class RandLoRAArray(MethodArray):
     """RandLoRA: adds a full-rank matrix, as a sum of random low-rank matrices.
 
-    The random matrices are frozen, and shared by all layers. We only train `scale` and `gamma`, which scale
-    the rows and columns of `a` separately for each term. The sum is computed as a product of two factors,
-    whose total size is roughly that of the weight.
+    The random matrices are frozen and shared by all layers. We only train `scale` and `gamma`, which scale
+    the rows and columns of `a` separately for each term. Note that we compute the sum as a product of two
+    factors, and the total size of these is roughly that of the weight.
 
     **Arguments:**
 
@@ -85,8 +85,8 @@ class RandLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         (few, many), (rank, bases) = sorted((self.num_outputs, self.num_inputs)), self.scale.shape[-2:]
-        # For consistency with PEFT, the rows of `thin` are flattened from (rank, base), but the columns of
-        # `wide` from (base, rank).
+        # The rows of `thin` are flattened from (rank, base), but the columns of `wide` from (base, rank).
+        # This looks like a mistake, but is consistent with PEFT.
         thin = times(times(self.scale[..., None], self.a[..., :few]), self.gamma[..., None, :, :])
         thin = jnp.reshape(thin, (*thin.shape[:-3], rank * bases, few))
         wide = self.scaled("b")[..., :many, :bases, :]
@@ -120,7 +120,7 @@ draws(randlora, _drawn)
 
 
 def _sparsity(options: Mapping[str, Any]) -> str:
-    if "sparsity" in options:  # these are the options of `randlora`, rather than those of a file
+    if "sparsity" in options:  # These are options of `randlora`, rather than the ones from a file.
         return options["sparsity"]
     return "very_sparse" if options["very_sparse"] else "sparse" if options["sparse"] else "dense"
 
@@ -129,7 +129,7 @@ def _read_randlora(layer: Layer) -> Any:
     a, b, seed = layer.shared
     r, few, many = layer.option("r"), *sorted((layer.inputs, layer.outputs))
     bases = math.ceil(few / r)
-    for part, x in (("a", a), ("b", b)):  # these can be duplicated for every layer in the file
+    for part, x in (("a", a), ("b", b)):  # The file might contain a copy of these for every layer.
         if layer.has(part) and not np.array_equal(layer.read(part, *x.shape), x):
             raise layer.error(part, "is not the matrix that all layers share")
 

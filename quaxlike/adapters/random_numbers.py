@@ -1,7 +1,8 @@
-"""PyTorch's random number generator on CPU, and the matrices that PEFT draws with it.
+"""PyTorch's random number generator on CPU, along with the matrices that PEFT draws with it.
 
-These matrices can be omitted from the files of VeRA and RandLoRA, in which case we must reproduce them
-bitwise. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`.
+PEFT can omit these matrices from the files of VeRA and RandLoRA, in which case we must reproduce them bitwise
+in order to load the adapter. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`, so
+we can do this without PyTorch.
 """
 
 import math
@@ -21,20 +22,27 @@ class Generator:
         return self._state.randint(0, 2**32, count, dtype=np.uint32)
 
     def uniform(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """As `torch.empty(shape).uniform_(low, high)`, in float32."""
+        """As `torch.empty(shape).uniform_(low, high)` in float32."""
         low32, high32 = np.float32(low), np.float32(high)
         unit = (self._words(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
         wide = unit * np.float64(high32 - low32) + np.float64(low32)
         return wide.astype(np.float32).reshape(shape)
 
     def uniform_bfloat16(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """As `uniform`, but in bfloat16."""
+        """As `uniform`, but in bfloat16.
+
+        Rounding to bfloat16 can produce `high` itself, which PyTorch then replaces by `low`.
+        """
         out = self.uniform(shape, low, high).astype(jnp.bfloat16)
         ends = np.asarray([low, high], np.float32).astype(jnp.bfloat16)
         return np.where(out == ends[1], ends[0], out)
 
     def permutation(self, n: int, first: int) -> np.ndarray:
-        """Returns the first `first` entries of `torch.randperm(n)`."""
+        """Returns the first `first` entries of `torch.randperm(n)`.
+
+        This is a Fisher-Yates shuffle that only stores the entries which have been swapped so far, because
+        `n` can be as large as the number of elements in a weight.
+        """
         moved: dict[int, int] = {}
         for k, word in enumerate(self._words(min(first, n - 1))):
             j = k + int(word) % (n - k)
@@ -53,7 +61,7 @@ def randlora_projections(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws RandLoRA's matrices of shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`.
 
-    Here `n` and `m` are the maximum number of inputs and outputs over all layers, ordered such that `n <= m`.
+    Here `n` and `m` are the maximum number of inputs and outputs over all layers, ordered so that `n <= m`.
     """
     bases = math.ceil(n / rank)
     if sparsity == "dense":

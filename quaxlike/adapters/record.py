@@ -19,7 +19,8 @@ from ..arrays.layout import Layout
 
 Start = Callable[..., Any]
 
-#: Prefixes of tensor names, for layers and for the whole model respectively.
+#: The prefix of tensor names in PEFT's files, for those tensors that belong to a layer and for those that
+#: belong to the whole model (e.g. the random matrices of VeRA).
 PREFIX = "base_model.model."
 ROOT = "base_model."
 
@@ -31,7 +32,10 @@ class Option(NamedTuple):
     expected: str
     fits: Callable[[Any], bool]
     is_recent: bool = False
-    """Whether to omit this entry if it has its default value, as older versions of PEFT lack it."""
+    """Whether to omit this entry if it has its default value.
+
+    This is because older versions of PEFT don't support this entry.
+    """
 
 
 def flag(default: bool = False) -> Option:
@@ -48,7 +52,7 @@ def number(default: float | int) -> Option:
 
 
 def by_pattern(each: Option) -> Option:
-    """A dict from name patterns to values, for overriding an option in particular layers."""
+    """A dict from name patterns to values, which is used to override an option in particular layers."""
 
     def fits(x: Any) -> Any:
         return isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
@@ -65,14 +69,15 @@ def one_of(default: Any, *others: Any) -> Option:
     return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
 
 
-#: A dropout rate. This is accepted but ignored, as dropout is not implemented for these methods.
+#: A dropout rate. We accept this for compatibility with PEFT, but dropout isn't implemented for these
+#: methods, so its value is ignored.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """The tensors in the file of an adapter."""
+    """The tensors in an adapter file, which methods access through a `Layer`."""
 
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
 
@@ -82,7 +87,10 @@ class Source(Protocol):
 
 
 class Layer:
-    """A layer of the model, along with its tensors in the file."""
+    """A layer of the model, along with its tensors in the file.
+
+    This is what `Method.read` is called with.
+    """
 
     def __init__(
         self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
@@ -114,11 +122,15 @@ class Layer:
 
     @property
     def window(self) -> tuple[int, ...]:
-        """The window of a convolution; empty for any other layer."""
+        """The window of a convolution. This is empty for any other kind of layer."""
         return self.in_shape[1:] if self.layout.is_conv else ()
 
     def option(self, name: str, pattern: str | None = None) -> Any:
-        """Returns the value of an option, which the option called `pattern` can override for each layer."""
+        """Returns the value of an option for this layer.
+
+        If given, `pattern` is the name of another option, which can override the value in particular layers.
+        For example, `rank_pattern` overrides `r`.
+        """
         value = self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
@@ -132,20 +144,27 @@ class Layer:
     def shape_of(self, part: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in the file, raising an error if it is missing."""
         if part not in self._keys:
-            # Derive the key from another tensor if possible, as the file can name this layer differently.
+            # The file might have a different name for this layer than the model does, so we derive the key
+            # from another tensor of this layer if there is one.
             other, key = next(iter(self._keys.items()), ("", f"{PREFIX}{self.name}"))
             stem = key.removesuffix(self._method.parts.get(other, ""))
             raise self._file.error(f"{stem}{self._method.parts[part]}", "is missing")
         return self._file.shape(self._keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
-        """Reads a tensor, raising an error if it isn't of this shape."""
+        """Reads a tensor, raising an error if it isn't of this shape.
+
+        We also keep track of which tensors were read. See `check_all_read`.
+        """
         self.shape_of(part)
         self._unread.discard(part)
         return self._file.read(self._keys[part], shape, integers=integers)
 
     def error(self, part: str | None, problem: str) -> ValueError:
-        """Creates an error for a problem with this tensor, or with the layer's first tensor if `None`."""
+        """Creates an error for a problem with this tensor.
+
+        If `part` is `None`, then the error refers to the first tensor of this layer instead.
+        """
         if part is not None:
             self.shape_of(part)
         return self._file.error(self._keys[part or next(iter(self._keys))], problem)
@@ -156,7 +175,7 @@ class Layer:
         return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
 
     def missing_for_all(self, name: str) -> ValueError:
-        """Creates an error for a missing tensor which is shared by all layers."""
+        """Creates an error for a missing tensor that should have been shared by all layers."""
         key = f"{ROOT}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
 
@@ -172,7 +191,7 @@ class Written(NamedTuple):
     array: Any
     layout: Layout
     bias: Any
-    """The layer's bias (or the Value that replaced it), if there is one."""
+    """The bias of the layer (or the Value which replaced it), if there is one."""
     path: str
     """The name of the array in the model."""
     kind: str
@@ -180,22 +199,26 @@ class Written(NamedTuple):
 
     @property
     def window(self) -> tuple[int, ...]:
-        """The window of a convolution; empty for any other layer."""
+        """The window of a convolution. This is empty for any other kind of layer."""
         into = self.layout.in_axes[1:] if self.layout.is_conv else ()
         return tuple(self.array.w.shape[axis] for axis in into)
 
     @property
     def is_fan_in_fan_out(self) -> bool:
-        """Whether the weight is stored as `(in, out)` in the checkpoint, as in GPT-2.
+        """Whether the weight is stored as `(in, out)` in the checkpoint, which is the case for GPT-2.
 
-        Kernels from other frameworks are `(in, out)` as well, but are stored as `(out, in)`.
+        Note that kernels from other frameworks are `(in, out)` as well, but these are transposed to `(out,
+        in)` when they are stored in a checkpoint.
         """
         is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
 
 
 class Weight(NamedTuple):
-    """A weight to adapt, along with the shapes of its batch axes, outputs and inputs."""
+    """A weight to adapt, along with the shapes of its batch axes, outputs and inputs.
+
+    This also has some utilities for initialising the parameters of a new adapter.
+    """
 
     w: Any
     layout: Layout
@@ -203,7 +226,7 @@ class Weight(NamedTuple):
     out: tuple[int, ...]
     into: tuple[int, ...]
     dtype: Any
-    """The dtype of new parameters, i.e. that of the weight, or float32 if the weight is 16-bit."""
+    """The dtype of new parameters. This is the dtype of the weight, or float32 if the weight is 16-bit."""
     keys: Any
 
     @property
@@ -240,7 +263,10 @@ class Weight(NamedTuple):
 
 
 def starts(start: Callable[..., Any]) -> Start:
-    """Wraps a function of a `Weight` and some options, for use as the `make` of [`quaxlike.adapt`][]."""
+    """Wraps a function of a `Weight` and some options, for use as the `make` of [`quaxlike.adapt`][].
+
+    We also update the signature, because this is inspected by `adapt`.
+    """
 
     @functools.wraps(start)
     def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
@@ -263,15 +289,18 @@ class Method(NamedTuple):
     peft_type: str
     type: type[AdaptedArray] | tuple[type[AdaptedArray], ...]
     start: Start
-    """Creates a new adapter on a weight. This can be passed to [`quaxlike.adapt`][]."""
+    """Creates a new adapter on a weight. This is a valid `make` for [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
     """Maps the names used in `read` and `write` to the suffixes of tensors in the file."""
     options: Mapping[str, Option]
-    """Configuration entries that affect the adapter, besides those common to all methods."""
+    """Configuration entries that affect the adapter, not including those which are common to all methods."""
     read: Callable[[Layer], Any]
-    """Returns the adapted weight, optionally paired with a replacement for the bias."""
+    """Returns either the adapted weight, or a pair of this and a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns the tensors of a layer, by part, and its options. `None` if the array is `rewritten`."""
+    """Returns the tensors of a layer (by part) and its options.
+
+    This should be `None` if the array is `rewritten`.
+    """
     kinds: Collection[str] = ("linear", "matrix")
     """The kinds of layers that can be adapted."""
     others: Mapping[str, str] = {}
@@ -281,13 +310,19 @@ class Method(NamedTuple):
     patterns: Mapping[str, str] = {}
     """Maps options that can differ between layers to the entries which override them by pattern."""
     settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    """Returns the entries that depend on all layers at once. Pops any per-layer options that they replace."""
+    """Returns the entries that depend on all layers at once.
+
+    If these replace any options of individual layers, then this should pop those options.
+    """
     informative: Collection[str] = ("init_weights",)
-    """Entries that only concern initialisation or training, so don't affect a trained adapter."""
+    """Entries that only concern initialisation or training, so we can ignore them for a trained adapter."""
     shared: Mapping[str, str] = {}
-    """The names, without prefix, of tensors that belong to the whole model."""
+    """The names (without the prefix) of tensors that belong to the whole model."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
-    """Builds whatever all layers share, from the layers and the `shared` tensors in the file."""
+    """Called once before any layers are read, with the layers and the `shared` tensors in the file.
+
+    The result is available as the attribute `shared` of each layer.
+    """
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """Returns the tensors and options that are shared by all layers."""
     entry: str = "target_modules"
@@ -295,21 +330,28 @@ class Method(NamedTuple):
     named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
     """Returns the candidates for each layer listed in `entry`, given the layouts of all layers.
 
-    The file should contain exactly one of the candidates. Only used if `entry` is not `target_modules`.
+    The file should contain exactly one of the candidates. Note that this is only used if `entry` is something
+    other than `target_modules`.
     """
     beside: Sequence["Method"] = ()
     """Methods for other layers, whose adapters can be included in the same file."""
     refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
-    """Returns an unsupported option and the reason, in which `{}` is a placeholder for its value."""
-    read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
-    """Reads a stack of weights, given its name and its layers in order. Not all of them must be adapted."""
-    tied: Mapping[str, str] = {}
-    """Maps parts of an embedding's adapter to the (transposed) parts of a tied output layer's adapter.
+    """Returns an unsupported option (if there is one) and the reason why it isn't supported.
 
-    Empty if the file format doesn't support adapting tied output layers.
+    The reason can contain `{}` as a placeholder for the value of the option.
+    """
+    read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
+    """Reads a stack of weights, given its name and its layers in order.
+
+    Some of these layers might not be adapted, in which case they don't have any tensors in the file.
+    """
+    tied: Mapping[str, str] = {}
+    """Maps parts of an embedding adapter to the (transposed) parts of the adapter for a tied output layer.
+
+    This is empty if the file format doesn't support adapters for tied output layers.
     """
     rewritten: Callable[[Any], Any] | None = None
-    """Converts the array to one of another method, which is written to files in its place."""
+    """Converts the array to one of another method, which is then written to the file instead."""
 
     @property
     def name(self) -> str:
@@ -325,7 +367,9 @@ class Method(NamedTuple):
 
 
 def as_written(path: str, x: Any) -> float | int:
-    """Converts a hyperparameter of an adapter to a Python number, undoing float32 rounding where possible.
+    """Converts a hyperparameter of an adapter to a Python number, undoing float32 rounding if possible.
+
+    For example, a scaling of 0.1 that was stored in float32 is written as 0.1 rather than 0.10000000149.
 
     **Raises:** `ValueError` if it is traced, or if its value differs between the layers of a stack.
     """
@@ -343,7 +387,10 @@ def as_written(path: str, x: Any) -> float | int:
 
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Shortens names to their last components, unless any other name ends with the same component."""
+    """Shortens names to their last components, as is common in PEFT's configuration files.
+
+    Names that would then also match one of `others` are left unchanged.
+    """
 
     def last(name: Any) -> Any:
         return name.rpartition(".")[2]

@@ -39,10 +39,12 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 class _Product:
-    """The product of an adapted array `w` with `x`, plus operations shared between combinators.
+    """The product of an adapted array `w` with `x`, plus operations that are shared between combinators.
 
-    Axes are tracked by integer labels, namely 0, 1, ... for `w`. Each axis of `x` has the label of the axis
-    it is contracted or batched with, or else a label starting from `w.ndim`.
+    We track axes by integer labels (a bit like the indices of `einsum`), because the parts of `w` can have
+    their axes in different orders. The axes of `w` have the labels 0, 1, ... and each axis of `x` has the
+    label of the axis that it is contracted or batched with, if any, or otherwise a new label starting from
+    `w.ndim`.
     """
 
     def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
@@ -75,7 +77,7 @@ class _Product:
     ) -> tuple[Any, Labels]:  # fmt: skip
         """Multiplies by a matrix whose last two axes each correspond to a (flattened) group of axes.
 
-        Flattens these axes of `x` beforehand, and unflattens those of the result afterwards.
+        To do so, we flatten these axes of `x` beforehand, and then unflatten those of the result.
         """
         for group in groups:
             x, labels = _merged(x, labels, group)
@@ -100,7 +102,8 @@ def _product(it: _Product) -> Any:
     out, into = axes_of(w, w.out_axes), axes_of(w, w.in_axes)
     apart = isinstance(w, ScaledArray | HadamardArray)
     if not apart and any(len({i in it.out for i in own}) > 1 for own in (out, into)):
-        return NotImplemented  # contracts some, but not all, of the axes which are flattened in the matrix
+        # Some (but not all) of the axes that are flattened in the matrix are contracted, so we can't use it.
+        return NotImplemented
     match w:
         case HadamardArray():
             return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
@@ -123,7 +126,7 @@ def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any)
 def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     """Multiplies `x` by the factors along contracted axes, and the result by all others.
 
-    In this way the base, which might be quantised, is left unchanged.
+    Note that we never scale the base itself, as it might be quantised.
     """
     labels = it.x_labels
     factors = [(factor, it.own[name]) for name, factor in (("outputs", outputs), ("inputs", inputs))
@@ -143,7 +146,8 @@ def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
 
 def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
-    # Use separate (negative) labels for the rotated axes in between the two products.
+    # In between the two products, the rotated axes are given separate (negative) labels. Otherwise each
+    # product would have the same label for the axes that it contracts and for the ones that it produces.
     between = [-1 - k for k in range(len(columns))]
     groups = (between, columns)
     own, precision = it.own["rotation"], {"precision": it.params["precision"]}
@@ -151,7 +155,7 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     def renamed(labels: Any, old: Any, new: Any) -> Any:
         return [new[old.index(i)] if i in old else i for i in labels]
 
-    if not {*columns} & {*it.out}:  # the rotated axes are contracted, so rotate `x` instead of the result
+    if not {*columns} & {*it.out}:  # The rotated axes are contracted, so we rotate `x` instead of the result.
         x = _inexact(x, w)
         dtype = common_dtype(rotation, x)
         keep = {*between, *it.out, *it.own["w"]} - {*columns}
@@ -171,12 +175,15 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
 
 
 def _inexact(x: Any, w: Any) -> Any:
-    """Promotes `x` to an inexact dtype if it is an integer, as factors are typically fractional."""
+    """Promotes `x` to an inexact dtype if it is an integer.
+
+    It is about to be multiplied by factors, which are typically fractional.
+    """
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, common_dtype(w, x))
 
 
 def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
-    """Flattens a group of axes into a single axis, which is given the label of the first."""
+    """Flattens a group of axes into a single axis, which keeps the label of the first of them."""
     if len(group) == 1 or group[0] not in labels:
         return x, labels
     order = [*(i for i in labels if i not in group), *group]
@@ -195,13 +202,13 @@ def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple
 
 @register("conv_general_dilated", precedence=precedence.COMBINATOR)
 def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **params: Any):
-    """Materialises the kernel, as this is small compared to the operand."""
+    """Materialises the kernel, which is typically small compared to the operand."""
     return quaxify(lambda x: primitive.bind(x, w.materialise(), **params))(x)
 
 
 @register("gather")
 def _gather(x: Combinator, indices: ArrayLike, **params: Any):
-    """Looks up rows of the base, and then adapts just these rows."""
+    """Looks up rows of the base and then adapts just these rows, so that we never materialise the array."""
     return looked_up(x, indices, _rows, **params)
 
 
@@ -217,7 +224,7 @@ def _rows(x: Combinator, lookup: Lookup) -> Any:
     if isinstance(x, SumArray):
         ends = [*axes_of(x, x.out_axes), *axes_of(x, x.in_axes)]
         if len(ends) > 2:
-            return NotImplemented  # several axes are flattened into one in the matrix
+            return NotImplemented  # Several axes are flattened into one in the matrix.
         own["delta"] = [*own["delta"][:-2], *ends]
         return quaxify(add)(rows, found("delta"))
     for name in own:

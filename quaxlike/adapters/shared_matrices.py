@@ -34,10 +34,11 @@ def given_matrices(method: str, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def draws(make: Any, draw: Callable[..., Any]) -> None:
-    """Attaches a function `share` to `make`, which `adapt` calls first to draw the shared matrices.
+    """Attaches a function `share` to `make`, which is called by `adapt` in order to draw the shared matrices.
 
-    This calls `draw(generator, inputs, outputs, rank, options)`, with the maximum inputs and outputs over all
-    weights.
+    This happens once, before any adapters are created. We call `draw(generator, inputs, outputs, rank,
+    options)` with the maximum number of inputs and outputs over all weights, so that the matrices are large
+    enough for each of them.
     """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 
@@ -66,15 +67,16 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 def read_shared(
     part: str, draw: Callable[..., Any], layers: Sequence[Layer], given: Mapping[str, Any]
 ) -> Any:
-    """Returns the shared matrices, along with the seed they were drawn with if the file doesn't include them.
+    """Returns the shared matrices, along with the seed that they were drawn with.
 
-    `part` should be a part whose leading axis is the rank, and `draw` is as in `draws`.
+    The seed is `None` if the file includes the matrices themselves. `part` should be a part whose leading
+    axis is the rank, and `draw` is as in `draws`.
     """
     if not layers:
         return None
     options = layers[0].options
     for layer in layers:
-        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # check this before allocating any memory
+        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # Check this before allocating any memory.
             raise layer.error(part, f"the configuration gives rank {options['r']}; found {found}")
     if options["save_projection"]:
         for name in ("a", "b"):

@@ -17,8 +17,8 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 class VeRAArray(MethodArray):
     """Vector-based random matrix adaptation: `w + diag(scale_b) b diag(scale_a) a`.
 
-    Here `a` and `b` are frozen random matrices that are shared by all layers, so only the two vectors are
-    trained.
+    Here `a` and `b` are random matrices that are frozen and shared by all layers. We only train the two
+    vectors, so this needs very few parameters.
 
     **Arguments:**
 
@@ -73,7 +73,8 @@ def vera(
 ) -> VeRAArray:  # fmt: skip
     """Initialises with random matrices `a` and `b` that are shared by all layers.
 
-    By default, these are the matrices that PEFT would draw with `seed`, or with a seed derived from the key.
+    By default, these are the matrices that PEFT would draw with this `seed`, or otherwise with a seed that is
+    derived from the key.
     """
     a, b = given_matrices("VeRA", a, b)
     return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
@@ -102,7 +103,10 @@ def _write_vera(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fits_vera(layers: Sequence[Written]) -> bool:
-    """Returns whether the shared matrices have the same shapes as those that PEFT draws for these layers."""
+    """Returns whether the shared matrices have the same shapes as PEFT would choose for these layers.
+
+    If not then PEFT couldn't reproduce them from the seed, so we need to store them in the file.
+    """
     sizes = zip(*((x.array.num_inputs, x.array.num_outputs) for x in layers), strict=True)
     n, m = map(max, sizes)
     return (layers[0].array.a.shape[-1], len(layers[0].array.b)) == (n, m)

@@ -1,8 +1,8 @@
-"""Selects an operation's implementation, based only on the platform, shapes and dtypes.
+"""Selects the implementation of an operation, based only on the platform, shapes and dtypes.
 
-The choice can't depend on values, because it is made whilst tracing and then cached by JAX. The forced
-backend is part of JAX's trace context, so that a function traced under one backend is not reused under
-another.
+The choice can't depend on values, because it is made whilst tracing and then cached by JAX. Note that users
+can also force a particular backend. We make this a part of the JAX trace context, because otherwise a
+function that was traced under one backend might be reused under another.
 """
 
 import contextlib
@@ -22,14 +22,18 @@ from .multilinear import is_spread, vary_alike
 
 Backend = Literal["reference", "native", "gpu", "tpu"]
 
-# This is part of JAX's trace context (and hence of its cache keys), so that forcing another backend retraces.
+# This is part of the JAX trace context, and therefore of its cache keys, so that forcing another backend
+# retraces.
 _forced = jax.make_user_context(default_value=None)
 
 _USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
-    """The warning emitted if the requested backend does not support an operation, and another one is used."""
+    """The warning that is emitted if an operation isn't supported by the requested backend.
+
+    We then use another backend instead.
+    """
 
 
 class Choice(NamedTuple):
@@ -51,9 +55,9 @@ class Choice(NamedTuple):
 def backend(name: str | None) -> Iterator[None]:
     """Runs every kernel inside this context on the backend `name`, provided that it supports the operation.
 
-    Backends for other platforms are interpreted if possible. For example, `"tpu"` on a CPU runs the TPU
-    kernels in Pallas' interpret mode, which is slow. If the backend does not support an operation then we
-    fall back to the next best one, and emit a `KernelFallbackWarning`.
+    This is useful for e.g. testing. Backends for other platforms are interpreted if possible. For example,
+    using `"tpu"` on a CPU runs the TPU kernels in the interpret mode of Pallas, which is slow. If the backend
+    doesn't support an operation, then we fall back to the next best one and emit a `KernelFallbackWarning`.
 
     !!! example
 
@@ -82,18 +86,18 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def requested() -> Backend | None:
-    """Returns the name passed to the innermost `backend` context, if any."""
+    """Returns the name that was passed to the innermost `backend` context, if there is one."""
     return _forced.value
 
 
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
-    """Returns the backend that would run a kernel primitive on the given operands, and why.
+    """Returns the backend that would run a kernel primitive on the given operands, along with the reason why.
 
     **Arguments:**
 
     - `primitive`: a kernel primitive: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
     - `operands`: the primitive's inputs. Can be arrays, or anything else with a shape and a dtype.
-    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the default device's platform.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the platform of the default device.
     - `params`: the primitive's parameters.
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice] for these operands.
@@ -120,15 +124,16 @@ def kernel_primitive(
 
     **Arguments:**
 
-    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`. Here `partitioned`
-        indicates that XLA will partition the program across devices.
-    - `reference`: computes the operation on any platform. Rules that are not given are derived from it.
-    - `result`: `result(*leaves, **params)`, returning the shape and dtype of the output. If `None`, these are
-        obtained by tracing the reference.
-    - `partitioning`: `partitioning(*operands, **params)`, returning how to partition the operation so that
-        every device runs the kernel on its own shard, or `None` if it cannot be partitioned.
-    - `local`: `local(*operands, **params)`, returning the parameters that correspond to a device's shards of
-        the operands.
+    - `choose`: a function `choose(platform, *operands, backend, partitioned, **params) -> Choice`. Here
+        `partitioned` indicates that XLA will partition the program across devices.
+    - `reference`: computes the operation on any platform. Any rules that are not given are derived from this.
+    - `result`: a function `result(*leaves, **params)` that returns the shape and dtype of the output. If
+        `None`, we obtain these by tracing the reference, which is slower.
+    - `partitioning`: a function `partitioning(*operands, **params)` that returns how to partition the
+        operation, so that every device runs the kernel on its own shard. It should return `None` if this
+        isn't possible.
+    - `local`: a function `local(*operands, **params)` that returns the parameters for a single device, given
+        its shards of the operands.
     - `rules`: hand-written rules, which are passed on to `define_primitive`.
     """
 
@@ -143,7 +148,8 @@ def kernel_primitive(
         choice = choose(platform, *operands, partitioned=partitioned, **params)
         forced = params.pop("backend")
         asked = _asked(platform, forced)
-        # The native library is optional, so don't warn about its absence unless it was explicitly requested.
+        # The native library is optional, so don't warn if it isn't available, unless it was explicitly
+        # requested.
         if choice.backend != asked and (platform != "cpu" or forced):
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
@@ -151,10 +157,10 @@ def kernel_primitive(
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
-            params["backend"] = "reference"  # the native library might not be installed on other machines
+            params["backend"] = "reference"  # The native library might not be installed on other machines.
         partitioned = is_partitioned(context)
         run = functools.partial(run_on, platform, partitioned)
-        # If the reference was explicitly requested then keep it as plain JAX, so that it can be exported.
+        # If the reference was explicitly requested, then leave it as plain JAX, so that it can be exported.
         divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
@@ -177,12 +183,13 @@ def kernel_primitive(
 def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.ShapeDtypeStruct]) -> None:
     """Uses `result` as the abstract evaluation rule if shapes and dtypes are all that it depends on.
 
-    This avoids tracing the reference whenever the primitive is bound.
+    In this way, we don't need to trace the reference whenever the primitive is bound.
     """
     traced: Any = primitive.abstract_eval
 
     def abstract_eval(*avals: Any, **params: Any) -> Any:
-        # Varying mesh axes and sharded types also propagate to the output, so fall back to tracing for these.
+        # Varying mesh axes and sharded types should also propagate to the output, but `result` doesn't
+        # support this, so fall back to tracing.
         if any(aval != jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type) for aval in avals):
             return traced(*avals, **params)
         out = result(*avals, **params)
@@ -197,7 +204,7 @@ def _split(
     *leaves: Any,
     **params: Any,
 ) -> jax.Array:
-    """Runs the operation on each device's shard, or leaves it to XLA to partition if that isn't possible."""
+    """Runs the operation on the shard of each device or, if this isn't possible, lets XLA partition it."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
@@ -217,26 +224,26 @@ def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
 def _ask_for_devices(primitive: DefinedPrimitive) -> None:
     """Makes JAX resolve the devices (and the mesh) before lowering, because `custom_partitioning` needs them.
 
-    JAX raises an error if we do this whilst lowering for devices that aren't available, so in that case we
-    don't. Note that if such a program has already been traced, then it is left to XLA to partition it.
+    We can't do so whilst lowering for devices that aren't available, because JAX would raise an error. Note
+    that if a program has already been traced in this way, then it is left to XLA to partition it.
     """
     elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
 def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
-    """Returns whether XLA will partition the program across devices, i.e. outside of any `shard_map`."""
+    """Returns whether XLA will partition the program across devices, i.e. outside any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
-    if isinstance(axes, mlir.SPMDAxisContext):  # inside of `shard_map`, which can leave some axes automatic
+    if isinstance(axes, mlir.SPMDAxisContext):  # This is a `shard_map`, which can leave some axes automatic.
         manual = {*axes.manual_axes, *axes.mesh.manual_axes}
         return any(size != 1 for axis, size in axes.mesh.shape.items() if axis not in manual)
     return False
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Binds a kernel primitive with the requested backend, recording the choice for `explain`."""
+    """Binds a kernel primitive with the requested backend. This also records the choice for `explain`."""
     params["backend"] = _forced.value
     if recording.active() is not None:
         choice = chosen_backend(primitive, *operands, **params)
@@ -248,14 +255,14 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     if is_spread(leaves) and primitive.slot("partitioning").registered:
         rule = primitive.slot("partitioning")(*operands, **params)
     if rule is None:
-        return primitive(*vary_alike(operands), **params)  # `shard_map` requires operands to vary alike
+        return primitive(*vary_alike(operands), **params)  # `shard_map` requires operands to vary alike.
 
     def part(*leaves: Any) -> list[jax.Array]:
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
-    # The operands' types are explicitly sharded, so bind the primitive once per shard, inside of a
-    # `shard_map`.
+    # The types of the operands are explicitly sharded, so we bind the primitive inside a `shard_map`, which
+    # runs it once per shard.
     return rule.apply_to_types(part)(*leaves)[0]
 
 
@@ -272,11 +279,11 @@ def first_choice(
 
     **Arguments:**
 
-    - `kernels`: for each backend, a function `choose(platform, *operands, partitioned, **params)`. It should
-        return either its choice, or the reason why it does not support the operation.
+    - `kernels`: for each backend, a function `choose(platform, *operands, partitioned, **params)`. This
+        should return either its choice or the reason why it doesn't support the operation.
     """
     asked = _asked(platform, forced)
-    # Exported programs can have symbolic dimensions, for which we cannot compile kernels.
+    # Exported programs can have symbolic dimensions, for which we can't compile kernels.
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return Choice("reference", "a kernel is made for shapes that are known; one is left open", reference)
@@ -289,7 +296,10 @@ def first_choice(
 
 
 def device_platform() -> str:
-    """Returns the default device's platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`."""
+    """Returns the platform of the default device, which is `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+
+    (In JAX, `Device.platform` doesn't distinguish between different kinds of GPUs.)
+    """
     device = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform
@@ -306,32 +316,33 @@ PARTITIONED = (
 )
 
 
-# For compute capability 12.0, Mosaic GPU (as of JAX 0.11.2) emits PTX for sm_120a but then tries to assemble
-# it for sm_120, which is an error.
+# For compute capability 12.0, Mosaic GPU emits PTX for sm_120a but then tries to assemble it for sm_120,
+# which is an error. (This is as of JAX 0.11.2.)
 _NEWEST = 10
 
 
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
-    """Returns why a Mosaic GPU kernel cannot be compiled, or `None` if it can.
+    """Returns the reason why a Mosaic GPU kernel can't be compiled, or `None` if it can.
 
     **Arguments:**
 
     - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which
-        Mosaic GPU produces assemblable code.
+    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which the
+        output of Mosaic GPU can be assembled.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     missing, looks_at_device = _mosaic_gpu()
     if missing is not None:
         return missing
-    # Without a GPU we must be lowering for another machine, possibly described by an abstract device.
+    # If there isn't a GPU then we must be lowering for another machine, which might be described by an
+    # abstract device.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0")
     major, minor = map(int, capability.split("."))
-    if not looks_at_device:  # on anything older than Hopper, LLVM would abort the process
+    if not looks_at_device:  # On anything older than Hopper, LLVM would abort the process.
         lowest = max(lowest, (9, 0))
     if (major, minor) < lowest or major > newest:
         return f"the kernel is not for devices of compute capability {capability}"
@@ -340,10 +351,10 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
 
 @functools.cache
 def _mosaic_gpu() -> tuple[str | None, bool]:
-    """Returns what this JAX's Mosaic GPU lacks (if anything), and whether it checks its target device.
+    """Returns what this version of Mosaic GPU lacks (if anything), and whether it checks its target device.
 
-    JAX 0.10 does not perform this check, and elects a thread in every kernel using an instruction that only
-    exists on Hopper.
+    In JAX 0.10 it doesn't perform this check. Instead, every kernel elects a thread using an instruction that
+    only exists on Hopper and newer devices.
     """
     try:
         import jax.experimental.mosaic.gpu.utils as mosaic_utils
@@ -357,7 +368,10 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Returns why TPU kernels can be neither compiled nor interpreted on a platform, if that is the case."""
+    """Returns the reason why TPU kernels can't run on a platform, or `None` if they can.
+
+    Note that on CPUs they are interpreted.
+    """
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

@@ -1,4 +1,8 @@
-"""Codes of 2 to 8 bits, packed as a little-endian stream: code `j` is stored in bits `b·j … b·j + b - 1`."""
+"""Codes of 2 to 8 bits, which are packed as a little-endian stream.
+
+That is, code `j` is stored in bits `b·j … b·j + b - 1`. Note that this means that a code can straddle two
+bytes.
+"""
 
 import math
 from typing import Any
@@ -8,7 +12,7 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """Returns the smallest number of codes to fill a whole number of bytes, e.g. 2 codes of 4 bits."""
+    """Returns the smallest number of codes that fill a whole number of bytes. For 4 bits, this is 2."""
     return math.lcm(8, bits) // bits
 
 
@@ -18,9 +22,10 @@ def num_bytes(codes: int, bits: int) -> int:
 
 
 def planes(packed: Any, bits: int) -> list[Any]:
-    """Unpacks the last axis into `stride` planes: codes 0, stride, …; codes 1, stride + 1, …
+    """Unpacks the last axis into `stride` planes, which are codes 0, stride, …; codes 1, stride + 1, …
 
-    The planes are not interleaved, because that would be as expensive as unpacking the codes.
+    We don't interleave the planes, because this would be as expensive as unpacking the codes themselves. In
+    many cases this isn't needed. For example, a matrix product can be computed for each plane separately.
 
     **Arguments:**
 
@@ -36,14 +41,14 @@ def planes(packed: Any, bits: int) -> list[Any]:
     if missing := -packed.shape[-1] % unit:
         xp: Any = np if isinstance(packed, np.ndarray) else jnp
         packed = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
-    # Byte `i` of every unit contains codes at the same offsets, so whole planes can be shifted at a time.
+    # Byte `i` of every unit contains codes at the same offsets, so we can shift a whole plane at a time.
     parts = [packed[..., i::unit] for i in range(unit)] if unit > 1 else [packed]
     mask, out = np.uint8(2**bits - 1), []
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = parts[i] >> np.uint8(shift) if shift else parts[i]
         if shift + bits > 8:
-            code = code | parts[i + 1] << np.uint8(8 - shift)  # the code straddles two bytes
+            code = code | parts[i + 1] << np.uint8(8 - shift)  # This code straddles two bytes.
         out.append(code & mask)
     return out
 
@@ -70,7 +75,7 @@ def pack(codes: Any, bits: int) -> Any:
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = codes[..., j::stride]
-        # This discards bits that don't fit into the byte. They are stored in the next one below.
+        # This discards any bits that don't fit into the byte. We store these in the next byte below.
         low = code << np.uint8(shift)
         out[i] = low if out[i] is None else out[i] | low
         if shift + bits > 8:

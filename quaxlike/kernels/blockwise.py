@@ -1,8 +1,9 @@
-"""Block-wise quantisation and dequantisation, bit for bit identical to bitsandbytes on every backend.
+"""Block-wise quantisation and dequantisation, with results that are bitwise identical to bitsandbytes.
 
-The tables of values and thresholds are precomputed once using NumPy. XLA then only ever sees constants, so
-that no compiler pass can reassociate or contract the arithmetic that determines a code. (Rounding differently
-even once would produce codes that differ from those in published checkpoints.)
+The tables of values and thresholds are precomputed once using NumPy. We could also compute them with JAX, but
+then a compiler pass might reassociate or contract the arithmetic that determines a code. If we rounded
+differently even once, then our codes would differ from the ones in published checkpoints. As XLA only sees
+constants, the results are the same on every backend.
 """
 
 import functools
@@ -22,7 +23,7 @@ FloatArray = Float32[np.ndarray, "_"]
 
 def _frozen(values: object) -> FloatArray:
     array = np.asarray(values, np.float32)
-    array.flags.writeable = False  # as these arrays are cached and shared
+    array.flags.writeable = False  # This is because these arrays are cached and shared.
     return array
 
 
@@ -34,7 +35,7 @@ NF4: FloatArray = _frozen(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-"""The 16 values of 4-bit NormalFloat: quantiles of a normal distribution, including an exact zero.
+"""The 16 values of 4-bit NormalFloat, which are quantiles of a normal distribution and include an exact zero.
 
 Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
 """
@@ -44,7 +45,7 @@ FP4: FloatArray = _frozen(
 )
 """The 16 values of a 4-bit float (1 sign bit, 2 exponent bits, 1 mantissa bit), scaled to [-1, 1].
 
-Code 8 is a second zero, as in bitsandbytes.
+Note that code 8 is a second zero, which we need for consistency with bitsandbytes.
 """
 
 INT4: FloatArray = _frozen(np.arange(16) - 8)
@@ -53,10 +54,10 @@ INT4: FloatArray = _frozen(np.arange(16) - 8)
 
 @functools.cache
 def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.ndarray, "_"]]:
-    """Returns `bounds` and `codes`, such that the entry nearest to `v` has code `codes[(v > bounds).sum()]`.
+    """Returns `bounds` and `codes`, so that the entry nearest to `v` has code `codes[(v > bounds).sum()]`.
 
-    Ties are broken towards the smaller value. In FP4, whose two zeros are equal entries, the first zero is
-    used for values up to and including zero, and the second zero for values above it.
+    Ties are broken towards the smaller value. Note that FP4 has two zeros. The first of these is used for
+    values up to and including zero, and the second one is used for values above zero.
     """
     values = np.asarray(codebook, np.float32)
     order = np.argsort(values, kind="stable")
@@ -68,8 +69,10 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 def dynamic_map() -> FloatArray:
     """Returns the 256 values of the signed 8-bit dynamic data type, in ascending order.
 
-    The values span seven decades, each with twice as many (linearly spaced) steps as the one below it.
-    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and <https://arxiv.org/abs/2110.02861>.
+    The values span seven decades. Within each decade they are linearly spaced, with twice as many steps as in
+    the decade below it. As a result, small values are represented with a small absolute error, whereas the
+    relative error is smallest for large values. Source: Dettmers et al., <https://arxiv.org/abs/1511.04561>
+    and <https://arxiv.org/abs/2110.02861>.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -81,10 +84,10 @@ def dynamic_map() -> FloatArray:
 
 
 def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
-    """Replicates `torch.linspace` in float32, with which the published table was generated.
+    """Replicates `torch.linspace` in float32, which was used to generate the published table.
 
-    PyTorch fills each half starting from its own endpoint, using a fused multiply-add. We obtain the same
-    rounding by computing the product in float64, in which it is exact.
+    PyTorch fills the first half starting from `start` and the second half starting from `stop`, using a fused
+    multiply-add. To obtain the same rounding, we compute the product in float64, in which it is exact.
     """
     step = np.float64((stop - start) / np.float32(n - 1))
     i = np.arange(n)
@@ -93,17 +96,17 @@ def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
 
 @functools.cache
 def dynamic_bounds() -> FloatArray:
-    """Returns thresholds such that the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
+    """Returns thresholds for which the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
 
-    bitsandbytes obtains the code from a lookup table over 65,536 equally sized bins. Close to zero a bin
-    spans several codes, so the code it finds isn't always the nearest one. As the map from value to bin to
-    code is monotone, we can represent it by a list of thresholds, and need neither the table nor the bin
-    arithmetic.
+    In bitsandbytes, the code is looked up in a table of 65,536 equally sized bins. Close to zero, a bin spans
+    several codes, so the resulting code isn't always the nearest one, and we need to reproduce this.
+    Fortunately, the map from value to bin to code is monotone. This means that we can represent it by a list
+    of thresholds, without needing either the table or the arithmetic that determines a bin.
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
     centres = np.float32(-1) + np.float32(2) * np.arange(bins, dtype=np.float32) / np.float32(bins - 1)
-    # For every c = 1 … 255, the first bin whose code is at least c.
+    # For every c = 1 … 255, find the first bin whose code is at least c.
     first_bins = np.searchsorted(centres, midpoints, side="right")
 
     def bin_of(v: FloatArray) -> Int[np.ndarray, "_"]:
@@ -114,10 +117,14 @@ def dynamic_bounds() -> FloatArray:
 
 
 def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: int) -> FloatArray:
-    """Returns, for each monotone predicate, the smallest float32 in (-1, 1] that satisfies it."""
+    """Returns the smallest float32 in (-1, 1] that satisfies each of `n` monotone predicates.
+
+    This uses bisection over the bit patterns of floats.
+    """
 
     def to_float(key: Int[np.ndarray, "_"]) -> FloatArray:
-        # These integers (the magnitude's bits, with the float's sign) are ordered like the floats.
+        # Each integer consists of the bits of the magnitude along with the sign of the float, so the integers
+        # are ordered in the same way as the floats.
         return np.copysign(np.abs(key).astype(np.int32).view(np.float32), key).astype(np.float32)
 
     one = np.int64(np.float32(1).view(np.int32))
@@ -134,8 +141,9 @@ NESTED_BLOCK = 256
 
 _SMALLEST, _LARGEST = 32, 4096
 
-# The lower bound that bitsandbytes places on an absmax. It is a subnormal number, which XLA is free to flush
-# to zero in floating-point arithmetic. We therefore only ever select it, and never compute with it.
+# The lower bound that bitsandbytes places on an absmax. Note that this is a subnormal number, which XLA is
+# free to flush to zero in floating-point arithmetic. It is therefore fine to select it using `jnp.where`, but
+# we must not compute with it.
 _TINY = np.float32(1e-38)
 
 
@@ -160,8 +168,8 @@ def quantize_codebook(
     """Quantises an array to 4-bit codes, scaling each block by its largest magnitude.
 
     The array is flattened in row-major order and split into blocks, the last of which can be partial. Each
-    byte packs two codes, the first in the high nibble. If the number of elements is odd, we pad with the code
-    for zero. Subnormal values are treated as zero, as is usual in XLA.
+    byte packs two codes, with the first one in the high nibble. If the number of elements is odd, then we pad
+    with the code for zero. Subnormal values are treated as zero, as is usual in XLA.
 
     **Arguments:**
 
@@ -185,8 +193,8 @@ def _quantize(
     absmax = _absmax(blocks)
     normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:
-        # For the partial block, bitsandbytes divides by the (clamped) scale, rather than multiplying by its
-        # reciprocal.
+        # Unlike for all other blocks, bitsandbytes divides by the (clamped) scale here, rather than
+        # multiplying by its reciprocal. This can round differently.
         tail = flat[whole:]
         tail_absmax = _floor(_absmax(tail[None]))
         absmax = jnp.concatenate([absmax, tail_absmax])
@@ -204,8 +212,8 @@ def quantize_scales(
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
     """Quantises block scales ("double quantisation"), from 32 bits to 8 bits each.
 
-    We subtract the scales' mean, normalise blocks of 256 by their largest magnitude, and encode these using
-    the signed dynamic 8-bit map, following bitsandbytes' CPU implementation.
+    We subtract the mean of all scales, normalise blocks of 256 by their largest magnitude, and then encode
+    these using the signed dynamic 8-bit map. This matches the CPU implementation in bitsandbytes.
 
     **Returns:** the codes, the second-level scales, and the mean.
     """
@@ -265,10 +273,13 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """Returns the codes of the nearest entries, summing comparisons because XLA fuses these into one pass."""
+    """Returns the codes of the nearest entries.
+
+    We do this by summing comparisons, because XLA is able to fuse these into a single pass.
+    """
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
-    for bound, step in zip(bounds, np.diff(order), strict=True):  # steps are uint8, and can wrap around
+    for bound, step in zip(bounds, np.diff(order), strict=True):  # Steps are uint8 and can wrap around.
         codes += jnp.where(v > bound, step, np.uint8(0))
     return codes
 
@@ -302,7 +313,9 @@ def dequantize_scales(
     *,
     quant_map: Float32[ArrayLike, "256"] | None = None,
 ) -> Float32[Array, " blocks"]:
-    """Dequantises block scales from `quantize_scales`: map · scale + offset, with both operations rounded.
+    """Dequantises block scales from `quantize_scales`, as map · scale + offset.
+
+    Importantly, both of these operations are rounded separately.
 
     **Arguments:**
 
@@ -312,9 +325,9 @@ def dequantize_scales(
     table = jnp.asarray(dynamic_map() if quant_map is None else quant_map)
     blocks = pad_to_blocks(table[codes], NESTED_BLOCK)
     scaled = blocks * jnp.asarray(nested)[:, None]
-    # The clamp is the identity on all finite values. We need it to prevent LLVM from contracting the
-    # multiplication and the addition into a fused multiply-add, which only rounds once and would not match
-    # the reference.
+    # The clamp is the identity on all finite values, so it might look like it's not needed. However, without
+    # it LLVM could contract the multiplication and the addition into a fused multiply-add. This only rounds
+    # once, which wouldn't match the reference.
     largest = np.finfo(np.float32).max
     scaled = lax.clamp(-largest, scaled, largest)
     return scaled.reshape(-1)[: codes.size] + offset

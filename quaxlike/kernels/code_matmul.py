@@ -1,7 +1,7 @@
-"""Products of codes with codes: activations are rounded to 8 bits, and XLA then multiplies the codes.
+"""Products of codes with codes, for which we round activations to 8 bits, and XLA then multiplies the codes.
 
-Accumulating int8 products in int32 is only exact up to a certain length. We check for this, because overflow
-would be silent.
+Importantly, accumulating int8 products in int32 is only exact up to a certain length. We need to check for
+this, because if the sum overflowed then we would silently return the wrong result.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-#: For each kind of activations: the dtype of its codes, the largest code, and the accumulator's dtype.
+#: For each kind of activations, this is the dtype of the codes, the largest code, and the accumulator dtype.
 ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
     "int8": (jnp.int8, 127.0, jnp.int32),
     "fp8": (jnp.float8_e4m3fn, 448.0, jnp.float32),
@@ -26,8 +26,8 @@ def rounded_rows(
 ) -> tuple[Array, Float32[Array, "*batch 1"]]:
     """Rounds rows to codes, with one scale per row.
 
-    The largest code represents the largest magnitude in the row, or `limit` if that is given, in which case
-    larger values are clipped.
+    The largest code represents the largest magnitude in the row. Alternatively, if `limit` is given, then the
+    largest code represents this limit for every row, and any larger values are clipped.
     """
     dtype, largest, _ = ACTIVATIONS[activations]
     x = x.astype(jnp.float32)
@@ -35,7 +35,7 @@ def rounded_rows(
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
     else:
         scale = jnp.full((*x.shape[:-1], 1), limit / largest, jnp.float32)
-    codes = x / jnp.where(scale == 0, 1.0, scale)  # a row of zeros has scale zero
+    codes = x / jnp.where(scale == 0, 1.0, scale)  # A row of zeros has a scale of zero.
     codes = jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes
     return jnp.clip(codes, -largest, largest).astype(dtype), scale
 
@@ -59,11 +59,12 @@ def code_matmul(
     - `scale`: has shape `(N, groups)`, with one scale for every group of codes in a row. All groups must have
         the same length.
     - `activations`: how to round `x`, and how to interpret the codes: a key of `ACTIVATIONS`.
-    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. Its derivatives are
-        used for this function, i.e. we use straight-through estimation for the rounding.
-    - `limit`: the magnitude of `x` that the largest code represents. Defaults to each row's largest.
-    - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes, for
-        which we round each row of the cotangent of `y`. Only supports reverse-mode autodifferentiation.
+    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We differentiate this
+        in place of the actual function, i.e. we use straight-through estimation for the rounding.
+    - `limit`: the magnitude of `x` that the largest code represents. Defaults to the largest magnitude in
+        each row.
+    - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes. To
+        do so, we round each row of the cotangent of `y`. This only supports reverse-mode autodifferentiation.
 
     **Raises:** `ValueError` if a group has too many integers to be accumulated in int32.
     """
@@ -97,7 +98,7 @@ def code_matmul(
         x, codes, scale = primals
         known = {
             i: dot for i, dot in enumerate(tangents) if i != 1 and not isinstance(dot, SymbolicZero)
-        }  # typically excludes the scale, which is a constant
+        }  # Typically this excludes the scale, which is a constant.
 
         def unrounded(*varying: Array) -> Array:
             # Only differentiate with respect to operands that are actually perturbed.
@@ -108,7 +109,8 @@ def code_matmul(
         return product(x, codes, scale), dot
 
     def forwards(x: Any, codes: Any, scale: Any) -> tuple[Array, Any]:
-        # The activations are only needed for the cotangent of the scale, so don't save them otherwise.
+        # We only need the activations for the cotangent of the scale. In all other cases, don't save them for
+        # the backward pass.
         kept = x.value if scale.perturbed else None
         y = product(x.value, codes.value, scale.value)
         return y, (kept, codes.value, scale.value)
@@ -123,7 +125,8 @@ def code_matmul(
 
         of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
         factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
-        # The scales vary along the contracted axis, and so have to be applied before rounding.
+        # For this product, the scales vary along the contracted axis. This means that we can't apply them to
+        # the result, but have to do so before rounding.
         each, of_row = rounded_rows(cotangent[None] * factor, activations)
         weight = jnp.moveaxis(lax.bitcast_convert_type(codes, dtype).reshape(n, groups, -1), 1, 0)
         dims = (((each.ndim - 1,), (1,)), ((0,), (0,)))

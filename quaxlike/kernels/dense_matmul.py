@@ -1,7 +1,8 @@
 """Products of a few rows with dense arrays, for which XLA's CPU compiler generates slow code.
 
-We decide how to compute these when lowering the primitive, as it's only then that we know the total number of
-rows (after batching). The results match those of XLA up to rounding.
+We use a primitive for this, so that we can decide how to compute a product when it is lowered. It is only
+then that we know the total number of rows, as there might be further rows from `jax.vmap`. The results match
+those of XLA up to rounding.
 """
 
 import functools
@@ -30,20 +31,20 @@ _MOST_TRANSPOSED = 64
 def dense_matmul(
     x: Float[Array, "... k"], w: Float[Array, "n k"], *, weight_first: bool = False
 ) -> Float[Array, "... n"]:
-    """Computes `x @ w.T`, and is differentiable with respect to both.
+    """Computes `x @ w.T`, which is differentiable with respect to both operands.
 
-    On CPUs, products of a few rows use the native library (if available), which reads the weight just once
-    and at memory bandwidth. Otherwise, for a single bfloat16 row, we convert to float32 whilst reading the
-    weight, as XLA would convert all of it beforehand. Other dtypes and platforms use `lax.dot_general`. This
-    is a primitive, so that rows from `jax.vmap` are also seen when lowering.
+    On CPUs, products of a few rows use the native library if it is available, because this reads the weight
+    just once and at memory bandwidth. If it isn't available and there is a single bfloat16 row, then we
+    convert to float32 whilst reading the weight, because XLA would convert all of it beforehand. Other dtypes
+    and platforms simply use `lax.dot_general`.
 
     **Arguments:**
 
-    - `weight_first`: whether this was originally `w` times `x`. Only relevant to interpreters that depend on
-        the order of operands.
+    - `weight_first`: whether this was originally `w` times `x`. This doesn't affect the result, but matters
+        for interpreters that depend on the order of operands.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
-    # Sharded operands, and any precision that the user has requested, are left to XLA.
+    # If the operands are sharded, or if the user has requested a precision, then leave the product to XLA.
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
         return _plain(x, w, weight_first=weight_first)
     return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first)
@@ -62,15 +63,18 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def _is_weight(w: Array, x: Array) -> bool:
-    """Returns whether `w` is a matrix at least as large as `x`, whose size can be symbolic when exporting."""
+    """Returns whether `w` is a matrix that is at least as large as `x`.
+
+    Note that the size of `x` might be symbolic when exporting, in which case we assume that this is true.
+    """
     return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
-    """Computes `x @ w` for stacks of matrices, e.g. queries and keys for every head.
+    """Computes `x @ w` for stacks of matrices, such as the queries and keys for every head.
 
-    The result is in float32, and is differentiable with respect to both. On CPUs, the native library (if
-    available) multiplies whilst reading the rows of each matrix.
+    The result is in float32 and is differentiable with respect to both operands. On CPUs, we use the native
+    library if it is available, which multiplies whilst reading the rows of each matrix.
     """
     return stacked_matmul_p(*vary_alike((x, w)))
 
@@ -85,7 +89,7 @@ def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return _plain(x, w)
-    if rows > 1:  # use a barrier, as XLA would otherwise rewrite this to `x @ w.T`
+    if rows > 1:  # We need a barrier, because otherwise XLA would rewrite this to `x @ w.T`.
         y = lax.optimization_barrier(_plain(w, x.reshape(rows, -1))).T
     elif x.dtype == jnp.bfloat16:
         y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
@@ -106,7 +110,9 @@ def _native(x: Array, w: Array, *, weight_first: bool = False) -> Array:
 def _lower_on_cpu(
     native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any, **params: Any
 ) -> Any:
-    # The library might not be available where an exported program runs, and XLA can't partition a call to it.
+    # We can't use the library if the program will be exported, because the library might not be available on
+    # the machine that runs it. We also can't use it if the program is partitioned, because XLA can't
+    # partition a call.
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)
@@ -124,7 +130,7 @@ def _transpose(ct: Any, x: Any, w: Any, **params: Any) -> Any:
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    if dims[1] is not None:  # the weights are batched
+    if dims[1] is not None:  # The weights are batched, so this is no longer a product with one matrix.
         return NotImplemented
     return map_rows(dense_matmul_p, size, operands, dims, params, rows=(0,))
 

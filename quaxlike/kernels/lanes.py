@@ -1,11 +1,12 @@
-"""A small embedded language for GPU programs at the level of a single thread, which emits MLIR.
+"""A small embedded language for writing GPU programs at the level of a single thread, which emits MLIR.
 
-Array semantics get in the way when data has to be kept in registers, in the layout that a particular
-instruction expects. Mosaic GPU allows for writing such code directly as MLIR (using `inline_mgpu`), and this
-module makes doing so readable. Note that it should only be imported whilst tracing a kernel.
+Usually we would write kernels in terms of arrays. However, this gets in the way when data must be kept in
+registers, in exactly the layout that a particular instruction expects. For this purpose, Mosaic GPU allows
+for writing code directly as MLIR (using `inline_mgpu`), and this module makes doing so readable. Note that it
+should only be imported whilst tracing a kernel.
 
-A `Reg` represents a value in every thread, so all Python control flow happens at trace time. In particular, a
-Python `if` on a `Reg` would select the same branch for all threads; use `select` or `when` instead.
+A `Reg` represents a value in every thread, and all Python control flow happens at trace time. In particular,
+a Python `if` on a `Reg` would select the same branch for all threads. Use `select` or `when` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 def _types() -> dict[str, ir.Type]:
     return {
-        # MLIR integers are signless. We always use unsigned operations on them.
+        # Note that MLIR integers are signless. We always use unsigned operations on them.
         "u1": ir.IntegerType.get_signless(1),
         "u8": ir.IntegerType.get_signless(8),
         "u16": ir.IntegerType.get_signless(16),
@@ -84,7 +85,7 @@ def _like(reg: Reg, other: Reg | int | float) -> Reg:
 
 
 def number(value: int | float, dtype: str) -> Reg:
-    """Returns a constant."""
+    """Returns a constant, which has the same value in every thread."""
     return Reg(utils.c(value, _types()[dtype]))
 
 
@@ -98,7 +99,7 @@ def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
 
 def fma(a: Reg, b: Reg, c: Reg) -> Reg:
     """Computes `a * b + c` in floating point, with a single rounding."""
-    # Explicitly, as whether LLVM contracts `a * b + c` is unspecified.
+    # We need an explicit instruction for this, because it isn't specified whether LLVM contracts `a * b + c`.
     return Reg(llvm.intr_fma(a.value, b.value, c.value))
 
 
@@ -116,9 +117,9 @@ def widen(x: Reg) -> Reg:
 
 
 def pack(low: Reg, high: Reg, dtype: str) -> Reg:
-    """Rounds two float32 values to a 16-bit dtype, and packs them into a single register."""
+    """Rounds two float32 values to a 16-bit dtype and packs them into a single register."""
     short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    operands = [(high.value, "f"), (low.value, "f")]  # PTX expects the upper half first
+    operands = [(high.value, "f"), (low.value, "f")]  # PTX expects the upper half first.
     return inline_ptx(f"cvt.rn.{short}.f32 $0, $1, $2;", [_types()["u32"]], "=r", operands)[0]
 
 
@@ -153,7 +154,7 @@ def _index(value: Any) -> Reg:
 
 
 def barrier() -> None:
-    """Waits for all threads in the block, after which their stores are visible to one another."""
+    """Waits for all threads in the block. After this, their stores are visible to one another."""
     gpu.barrier()
 
 
@@ -169,7 +170,10 @@ class MemoryRegion:
         self.pointer = utils.memref_ptr(ref)
 
     def load(self, offset: Reg, dtype: str, count: int = 1) -> list[Reg]:
-        """Loads `count` consecutive values in a single access. The offset must be a multiple of its size."""
+        """Loads `count` consecutive values in a single access.
+
+        The offset must be a multiple of the size of the whole access, not just of a single value.
+        """
         dtype_ = _types()[dtype]
         size = _BYTES[dtype] * count
         if count == 1:
@@ -180,11 +184,11 @@ class MemoryRegion:
     def copy_to(self, offset: Reg, shared: "MemoryRegion", at: Reg, size: int, present: Reg) -> None:
         """Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory.
 
-        If not `present`, fills the destination with zeros instead. Both offsets must be multiples of the
-        size. Use `commit_copies` and `wait_for_copies` to wait for completion. After this the copy is visible
-        to this thread, and after a subsequent barrier also to others.
+        If not `present`, then the destination is filled with zeros instead. Both offsets must be multiples of
+        the size. To wait for the copy to complete, use `commit_copies` and `wait_for_copies`. Note that it is
+        then only visible to this thread, and you need an additional barrier to make it visible to others.
         """
-        # Only 16-byte copies can bypass L1.
+        # We want to bypass L1 if possible, but only 16-byte copies can do so.
         cache = "cg" if size == 16 else "ca"
         read = select(present, number(size, "u32"), 0)
         operands = [(shared.address(at).value, "r"), (self._at(offset), "l"), (read.value, "r")]
@@ -195,7 +199,7 @@ class MemoryRegion:
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:
-        """Stores consecutive values of the same dtype using a single access."""
+        """Stores consecutive values, all of the same dtype, using a single access."""
         first, *others = (n.value for n in numbers)
         if others:
             vector_type = ir.VectorType.get((len(numbers),), first.type)
@@ -213,7 +217,10 @@ class MemoryRegion:
 def inline_ptx(
     ptx: str, results: Sequence[ir.Type], constraint: str, operands: Sequence[tuple[Any, str]]
 ) -> list[Reg]:
-    """Emits a PTX instruction without side effects. The results are `$0`, …, followed by the operands."""
+    """Emits a PTX instruction without side effects.
+
+    In the text of the instruction, `$0`, `$1` etc. refer first to the results and then to the operands.
+    """
     constraints = ",".join([constraint] * len(results) + [c for _, c in operands])
     values = [value for value, _ in operands]
     if len(results) == 1:
@@ -224,7 +231,7 @@ def inline_ptx(
 
 
 def _effect(ptx: str, operands: Sequence[tuple[Any, str]] = ()) -> None:
-    """Emits a PTX instruction without results, across which memory accesses are not reordered."""
+    """Emits a PTX instruction without results. Memory accesses can't be reordered across this instruction."""
     constraints = ",".join([*(c for _, c in operands), "~{memory}"])
     values = [value for value, _ in operands]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
@@ -236,19 +243,21 @@ def commit_copies() -> None:
 
 
 def wait_for_copies(pending: int) -> None:
-    """Waits until at most `pending` of this thread's groups of copies are still in flight."""
+    """Waits until at most `pending` groups of copies by this thread are still in flight."""
     _effect(f"cp.async.wait_group {pending};")
 
 
 def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> list[Reg]:
     """Computes `acc + a @ b` collectively across a warp, with shapes (16, 16) and (16, 8), and float32 `acc`.
 
-    For group = lane // 4 and quad = lane % 4, a thread holds these fragments, two elements per register:
+    Each thread holds a fragment of every matrix. Let group = lane // 4 and quad = lane % 4. The fragments of
+    `a` and `b` have two adjacent elements per register, and consist of:
 
-    - of `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
-    - of `b`: (2·quad …, group), (2·quad + 8 …, group);
+    - for `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
+    - for `b`: (2·quad …, group), (2·quad + 8 …, group).
 
-    and of `acc` (group, 2·quad), (group, 2·quad + 1), (group + 8, 2·quad), (group + 8, 2·quad + 1).
+    The fragment of `acc` has one element per register, and consists of (group, 2·quad), (group, 2·quad + 1),
+    (group + 8, 2·quad), (group + 8, 2·quad + 1).
     """
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
 
@@ -267,7 +276,7 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
     """Emits `for step in range(steps): carry = body(step, carry)`."""
     bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
-    # Emitted as a loop, because unrolling would make the size of the program depend on the shapes.
+    # We could also unroll the loop in Python, but then the size of the program would depend on the shapes.
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
         out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])
@@ -276,7 +285,7 @@ def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], li
 
 
 def when(condition: Reg, body: Callable[[], None]) -> None:
-    """Emits `body`, to be executed only by threads for which the condition holds."""
+    """Emits `body`, which is only executed by those threads for which the condition holds."""
     if_op = scf.IfOp(condition.value)
     with ir.InsertionPoint(if_op.then_block):
         body()

@@ -1,4 +1,4 @@
-"""Helpers for multilinear operations: accumulator dtypes, derivatives, batching and mesh axes."""
+"""Helpers for multilinear operations, such as for accumulator dtypes, derivatives, batching and mesh axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,30 +17,32 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype in which to accumulate products: float64 for float64, and otherwise float32."""
+    """Returns the dtype in which to accumulate products, which is float32 for everything except float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
     """Returns the precision with which to compute a product in this dtype.
 
-    By default, GPUs and TPUs round float32 operands to TensorFloat32 or bfloat16. We don't, unless this has
-    been requested by setting `jax.default_matmul_precision`.
+    By default, GPUs and TPUs round float32 operands to TensorFloat32 or bfloat16. This would make our results
+    much less accurate than the dtype suggests, so we only do so if it has been requested by setting
+    `jax.default_matmul_precision`.
     """
     wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
     return lax.Precision.HIGHEST if wide else None
 
 
 def vary_alike(operands: _Tree) -> _Tree:
-    """Makes all arrays vary over the same mesh axes inside of `shard_map`, so that a loop can add them up."""
+    """Makes all arrays vary over the same mesh axes inside `shard_map`, so that a loop can add them up."""
     leaves, tree = jax.tree.flatten(operands)
     return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Returns zeros that vary over the same mesh axes as any of the operands, inside of `shard_map`.
+    """Returns zeros that vary over the same mesh axes as any of the operands, inside `shard_map`.
 
-    Used to initialise the accumulator of a loop over products of these operands.
+    This is used to initialise the accumulator of a loop over products of these operands. (With ordinary
+    zeros, the loop would fail because its carry changes type.)
     """
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
@@ -52,22 +54,23 @@ def is_spread(operands: Iterable[Any]) -> bool:
 
 
 def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
-    """Reshards `x` to match the explicit mesh axes of `y`, which must have the same shape."""
+    """Reshards `x` to match the explicit mesh axes of `y`, which should have the same shape."""
     return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
     """As `lax.dot_general`, but allows both operands to be sharded over the same explicit mesh axes.
 
-    Contracted axes are reduced across devices. Otherwise `x` keeps its sharding and `y` is resharded.
+    If a contracted axis is sharded, then the product is reduced across devices. In all other cases `x` keeps
+    its sharding and `y` is resharded.
     """
     if not is_spread((x, y)):
         return lax.dot_general(x, y, dimension_numbers, **params)
     (summed, y_summed), (batch, y_batch) = dimension_numbers
     x_names, y_names = [f"x{i}" for i in range(x.ndim)], [f"y{i}" for i in range(y.ndim)]
     for i, j in zip((*summed, *batch), (*y_summed, *y_batch), strict=True):
-        # Using the same name means that both axes must be sharded identically. JAX would otherwise raise an
-        # error that asks for `out_sharding`.
+        # Using the same name means that both axes must be sharded identically. If they weren't, then JAX
+        # would raise an error that asks for `out_sharding`.
         y_names[j] = x_names[i]
     sums = tuple(x_names[i] for i in summed)
     kept = [x_names[i] for i in batch]
@@ -92,7 +95,8 @@ def sum_tangents(
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
-            # It's only linear in each operand separately, so don't substitute several tangents at a time.
+            # The primitive is only linear in each operand separately, so we can't substitute several tangents
+            # at the same time.
             term = p(*primals[:i], tangent, *primals[i + 1 :], **params)
             out = term if out is None else out + term
     return out
@@ -109,15 +113,17 @@ def map_rows(
 ) -> tuple[Any, int]:
     """A batching rule for primitives whose operands in `rows` can have arbitrary leading axes.
 
-    Batching only these is the same as adding more rows. Batches of weights are processed sequentially, as a
-    single weight is enough to keep the device busy, and kernels then don't have to support batching.
+    If only these operands are batched, then this is the same as adding more rows. On the other hand, batches
+    of weights are processed sequentially. In practice, a single weight is enough to keep the device busy, and
+    this means that kernels don't have to support batching.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]
     leaves, tree = jax.tree.flatten(list(operands))
     leaf_dims = jax.tree.leaves(dims, is_leaf=lambda d: d is None)
     mapped = [d is not None for d in leaf_dims]
     leaves = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, leaf_dims, strict=True)]
-    # Only rows are batched, so use a single call with more rows, which then reads the weight just once.
+    # If only rows are batched, then make a single call with more rows, because this reads the weight just
+    # once.
     if all(row or not m for row, m in zip(is_row, mapped, strict=True)):
         leaves = [
             jnp.broadcast_to(x, (size, *x.shape)) if row and not m else x

@@ -1,7 +1,7 @@
-"""Gathers and scatter-adds for which out-of-bounds indices denote padding, and are ignored.
+"""Gathers and scatter-adds that ignore any out-of-bounds indices, which denote padding.
 
-We clamp the indices and mask the values, rather than using JAX's modes "fill" and "drop". Otherwise
-`checkify` would report an error for every out-of-bounds index.
+Note that we clamp the indices and mask the values ourselves. (We could instead use the modes "fill" and
+"drop" in JAX, but then `checkify` would report an error for every out-of-bounds index.)
 """
 
 import functools
@@ -16,17 +16,20 @@ from jaxtyping import Array
 
 
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
-    """Returns the elements of `y` at some indices, or `fill` for padding. The indices' axes come first.
+    """Returns the elements of `y` at some indices, or `fill` for padding.
+
+    The axes of the indices come first in the result, followed by any axes of `y` that aren't indexed.
 
     **Arguments:**
 
     - `at`: an index for each axis after the batch axes, or `slice(None)`. Trailing axes can be omitted.
-    - `num_batch`: the number of leading batch axes, shared by `y` and all indices. Defaults to 0.
+    - `num_batch`: the number of leading batch axes, which are shared by `y` and all indices. Defaults to 0.
     """
     return _get_at(y, _without_slices(at), fill, num_batch)
 
 
-# Outside of `jit`, this compiles one program instead of one for each operation. Within `jit`, it's inlined.
+# Outside `jit`, this means that we compile just one program, instead of one for each operation. Within `jit`,
+# it is inlined.
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
@@ -34,14 +37,14 @@ def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
         rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
         return jnp.full((*inside.shape, *rest), fill, y.dtype)
     out = y.at[places].get(mode="promise_in_bounds")
-    # Use a `where`, rather than multiplying by a mask, because the element read for padding might be NaN.
+    # Don't multiply by a mask here, because the element that we read in place of padding might be NaN.
     return jnp.where(_before(inside, out), out, jnp.asarray(fill, out.dtype))
 
 
 def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Array:
-    """Adds `values`, whose leading axes are the indices' axes, to `y`. (Or takes the logical or of booleans.)
+    """Adds `values` to `y` at some indices. For booleans, takes the logical or instead.
 
-    See `get_at` for `at` and `num_batch`.
+    The leading axes of `values` are the axes of the indices. See `get_at` for `at` and `num_batch`.
     """
     return _add_at(y, _without_slices(at), values, num_batch) if y.size else y
 
@@ -49,7 +52,8 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
 @functools.partial(jax.jit, static_argnums=3, inline=True)
 def _add_at(y: Array, at: tuple[Any, ...], values: Array, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
-    # Padding is clamped to index 0, which is a valid element. Adding zero leaves it unchanged.
+    # Padding is clamped to index 0. As this is the index of a valid element, we need to add zero to it, so
+    # that it is left unchanged.
     values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
     into = y.at[places]
     return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")
@@ -60,9 +64,9 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Returns clamped indices into all axes of `y`, and a mask for those that were already in bounds.
+    """Returns clamped indices into all axes of `y`, along with a mask for those that were in bounds already.
 
-    `None` takes a whole axis.
+    An index of `None` selects a whole axis.
     """
     shape = np.broadcast_shapes(*(np.shape(index) for index in at if index is not None))
     places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]

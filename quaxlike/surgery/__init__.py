@@ -1,1 +1,1 @@
-"""Transformations of whole models: selecting, adapting, quantising, merging and counting their weights."""
+"""Transformations of whole models, for selecting, adapting, quantising, merging or counting their weights."""

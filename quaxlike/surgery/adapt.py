@@ -34,8 +34,9 @@ def adapt(
 ) -> PyTree:
     """Adds custom adapters to the weights of a model, leaving everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][], and train the leaves selected by
-    [`quaxlike.trainable`][]. Tied weights, i.e. those that are the same array object, share a single adapter.
+    Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
+    which of its leaves to train. Tied weights, i.e. those that are the same array object, share a single
+    adapter.
 
     **Arguments:**
 
@@ -45,10 +46,10 @@ def adapt(
         specifies the output and input axes of `w`. If `make` has a parameter `bias=None`, then the layer's
         bias (or `None`) is passed as well.
 
-        To share arrays between all adapters, set an attribute `make.share`. This is called beforehand as
-        `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should return a dict
-        of additional keyword arguments for `make`. If `make` is a `functools.partial`, then its keyword
-        arguments are passed to `share` as well.
+        If you want to share arrays between all adapters, set an attribute `make.share`. This is called
+        beforehand as `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should
+        return a dict of additional keyword arguments for `make`. If `make` is a `functools.partial`, then its
+        keyword arguments are passed to `share` as well.
 
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -141,8 +142,9 @@ def weights_to_adapt(
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
     """Selects which weights to adapt, excluding any that are trained directly.
 
-    **Returns:** the model, the selected weights, and the arrays that are trained directly. If only one of a
-    tied output layer and its embedding is selected, then the two are untied.
+    **Returns:** the model, the selected weights, and the arrays that are trained directly. If the output
+    layer is tied to the embedding, but only the output layer is selected (or they are trained in different
+    ways), then we untie them in the returned model.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -151,10 +153,10 @@ def weights_to_adapt(
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    if embedding in targets:  # if both are selected, then keep them tied, with a single adapter
+    if embedding in targets:  # If both are selected, then keep them tied, so that they share an adapter.
         targets.pop(head, None)
     both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
-    if len(both) == 2 and both[0] == both[1]:  # both in full, or both in the same rows
+    if len(both) == 2 and both[0] == both[1]:  # Either both are trained in full, or in the same rows.
         taken.pop(head)
     if head not in targets and head not in taken:
         model = tied
@@ -219,9 +221,10 @@ def adapters_on(
     """Calls `make(name, w, layout, key)` for each weight, splitting `key` between them if it is given."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # We assign keys in the order of names, so that the same model is initialised with the same adapters
-        # regardless of the order in which a framework happens to flatten its fields. We then index into the
-        # keys, as iterating over an array compiles a separate program for every length.
+        # We assign keys in the order of names. In this way, the same model is always initialised with the
+        # same adapters, regardless of the order in which a framework happens to flatten its fields. Note that
+        # we index into the keys, because iterating over an array would compile a separate program for every
+        # length.
         split = jax.random.split(key, len(targets))
         keys = {name: split[i] for i, name in enumerate(sorted(targets, key=_natural))}
 
@@ -237,5 +240,5 @@ def adapters_on(
 
 
 def _natural(name: str) -> list[Any]:
-    """Returns a sort key for natural ordering, e.g. so that `layers.2` precedes `layers.10`."""
+    """Returns a sort key for natural ordering. For example, this sorts `layers.2` before `layers.10`."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Serving and combining several adapters on a single base, plus dropout and activation of adapters."""
+"""Serving and combining several adapters on a single base. This also includes dropout and activation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from .trees import difference, named_arrays, replace
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     """Stacks the adapters of several models, on top of the base of the first model.
 
-    This can be used to serve many adapters, one per request, from a single copy of the weights.
+    This is useful for serving many adapters from a single copy of the weights, e.g. a different one for each
+    request.
 
     **Arguments:**
 
@@ -31,7 +32,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     **Returns:**
 
     A model whose adapters have an additional leading axis, with one entry per model. The weights are only
-    stored once. To pick an adapter, use [`quaxlike.choose_adapter`][].
+    stored once. Before you call the model, use [`quaxlike.choose_adapter`][] to pick one of its adapters.
 
     **Raises:**
 
@@ -66,14 +67,14 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     """Picks one of the adapters that were stacked by [`quaxlike.stack_adapters`][].
 
-    The index can be traced, so switching between adapters doesn't require recompilation. Under `jax.vmap`
-    over both indices and samples, every sample uses a different adapter, whilst the product with the base is
-    still computed as a single batch.
+    The index can be traced, which means that we don't need to recompile when switching between adapters. You
+    can also `jax.vmap` over both indices and samples, so that every sample uses a different adapter. Note
+    that the product with the base is still computed as a single batch in this case.
 
     **Arguments:**
 
     - `model`: a model with stacked adapters.
-    - `adapter_index`: an integer. Can be traced.
+    - `adapter_index`: an integer, which can be traced.
 
     **Returns:**
 
@@ -121,16 +122,16 @@ def combine_adapters(
 ) -> PyTree:
     """Combines several adapters into their weighted sum, on top of the base of the first model.
 
-    This can be used to serve several trained adapters as one, or to interpolate between them.
+    This is useful for serving several trained adapters as one, or for interpolating between them.
 
     **Arguments:**
 
     - `models`: models with the same base but different adapters, of a type which implements
-        `AdaptedArray.combined`. The options below are the ones supported by LoRA.
-    - `weights`: a sequence or array with one weight per model. Can be traced.
-    - `method`: `"cat"` is exact, with a rank equal to the sum of all ranks. `"svd"` is the best approximation
-        of the sum by an adapter of rank `rank`. `"linear"` sums the factors, each scaled by the square root
-        of its weight; this is inexact, and requires all ranks to be equal. Default: `"cat"`.
+        `AdaptedArray.combined`. The options below are the ones that LoRA supports.
+    - `weights`: a sequence or array with one weight per model. This can be traced.
+    - `method`: `"cat"` is exact, but its rank is the sum of all ranks. `"svd"` is the best approximation of
+        the sum by an adapter of rank `rank`. `"linear"` sums the factors, each scaled by the square root of
+        its weight. This is inexact and requires all ranks to be equal. Default: `"cat"`.
     - `rank`: the rank to use for `"svd"`. Default: the largest rank of the adapters.
 
     **Returns:**
@@ -143,7 +144,7 @@ def combine_adapters(
     different ranks, or if the adapters cannot be combined. Also raised if the models differ in anything other
     than their adapters, as in [`quaxlike.stack_adapters`][].
 
-    The methods follow PEFT's `add_weighted_adapter`.
+    The methods are the same as in PEFT's `add_weighted_adapter`.
     """
     if isinstance(weights, str) or not hasattr(weights, "__len__"):
         raise TypeError(f"combine_adapters takes a sequence as weights; found {weights!r}.")
@@ -171,7 +172,10 @@ def is_stacked(leaf: Any) -> bool:
 def _adapters(
     function: str, models: Sequence[PyTree], without: Callable[[Any, Any], Any]
 ) -> dict[str, list[Any]]:
-    """Collects each weight's adapters over all models, filling in missing ones with `without(w, like)`."""
+    """Collects the adapters on each weight from all models.
+
+    If a weight isn't adapted in some of the models, then we fill in `without(w, like)` for these.
+    """
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
@@ -208,7 +212,7 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """Lists the parts that can differ between adapters. All others are shared."""
+    """Lists the parts that can differ between adapters. All other parts must be shared."""
     return [name for name in (*x.trained(), *x.numbers) if name != "w"]
 
 
@@ -250,7 +254,10 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
 
 
 def _are_equal(numbers: Sequence[Any]) -> bool:
-    """Returns whether several adapters are known to have the same value, in which case it's stored once."""
+    """Returns whether several adapters are known to have the same value.
+
+    If so, then we only need to store it once. We can't tell if any of the values are traced.
+    """
     if any(isinstance(x, jax.core.Tracer) for x in numbers):
         return False
     return all(np.array_equal(x, numbers[0]) for x in numbers)
@@ -283,9 +290,9 @@ def _combined(
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     """Enables or disables dropout in a model's adapters.
 
-    The mask only depends on the key, so pass a new key at every step and, under `jax.vmap`, a different key
-    for every sample. An adapter which is used several times in a forward pass drops the same inputs each
-    time.
+    Note that the mask only depends on the key. You should therefore pass a new key at every step, and also a
+    different key for every sample if you use `jax.vmap`. If an adapter is used several times in a forward
+    pass, then it drops the same inputs each time.
 
     **Arguments:**
 
@@ -316,7 +323,7 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     new = {}
     for (name, x), k in zip(adapters.items(), keys, strict=False):
         if batch := [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]:
-            k = jax.random.split(k, tuple(batch))  # one per layer of a stack
+            k = jax.random.split(k, tuple(batch))  # Each layer of a stack needs a different key.
         new[name] = x.replace(key=k)
     return replace(model, new)
 
@@ -326,16 +333,16 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     """Determines which tokens of a text the activated LoRAs in a model act on.
 
     An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
-    if there is no such occurrence. Call this function for every text, outside of [`quaxlike.quaxify`][]; for
-    a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
-    `python -m quaxlike.lm.finetune` already do this for you.
+    if there is no such occurrence. You should call this function for every text, outside of
+    [`quaxlike.quaxify`][]. For a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][],
+    [`quaxlike.lm.Conversation`][] and `python -m quaxlike.lm.finetune` already do this for you.
 
     **Arguments:**
 
     - `model`: a model with adapters from `loraify(..., invocation_tokens=)`, or from an aLoRA saved by PEFT.
         Any other model is returned unchanged.
-    - `ids`: the tokens of the text, as integers of shape `(tokens,)`. Can be padded on either side, and can
-        be traced.
+    - `ids`: the tokens of the text, as integers of shape `(tokens,)`. These can be padded on either side, and
+        can be traced.
     - `segments`: the segment id of each token, starting from 0, if several texts are packed into one row.
         Default: all tokens belong to the same text.
 
@@ -377,7 +384,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     def in_segments(invocation: tuple[int, ...]) -> Any:
         places = _places(ids, invocation)
-        # Discard any match that crosses from one text into the next.
+        # Discard any match that crosses from one text into the next one.
         whole = segments == jnp.roll(segments, 1 - len(invocation))
         last = jax.ops.segment_max(jnp.where(whole, places, -1), segments, len(ids) + 1)[segments]
         return (last >= 0) & (order >= last)
@@ -386,7 +393,10 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
-    """Makes each activated LoRA act on exactly those tokens for which `active(invocation)` is true."""
+    """Makes each activated LoRA act on exactly those tokens for which `active(invocation)` is true.
+
+    Note that `active` is called once for each distinct invocation, rather than once for each adapter.
+    """
     found = {invocation: active(invocation) for invocation in invocations(model)}
     if not found:
         return model
@@ -397,7 +407,7 @@ def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree
 
 
 def invocations(model: PyTree) -> set[tuple[int, ...]]:
-    """Collects the invocation tokens of a model's adapters."""
+    """Collects the invocation tokens of all adapters in a model."""
     leaves = jax.tree.leaves(model, is_leaf=is_value)
     return {x.invocation for x in leaves if isinstance(x, AdaptedArray) and x.invocation}
 

@@ -1,7 +1,7 @@
 """`balance`: rescales the inputs of layers before quantisation (AWQ).
 
-Every factor is applied twice: to the columns of a weight, and its inverse to the rows of the preceding layer.
-The two cancel, so that the model still computes the same function.
+We multiply the columns of a weight by some factors, and the rows of the preceding layer by their inverses.
+These cancel out, so the model still computes the same function.
 """
 
 import re
@@ -18,9 +18,10 @@ from .quantize import quantize_array
 from .records import Layouts, records_of, require_layout
 from .trees import bias_of, layer_of, replace, suggestion
 
-#: Maps each layer to the layers it feeds, for decoders that use Llama's names (including Mistral, Qwen2 and
-#: Qwen3, but not Phi-3). A factor can be folded into any norm with a weight, and into the half of a gated
-#: unit without the activation (as it wouldn't commute with a nonlinearity).
+#: Maps each layer to the layers that consume its outputs, for decoders which use the same names as Llama.
+#: (This includes Mistral, Qwen2 and Qwen3, but not Phi-3.) Note that a factor can be folded into any norm
+#: that has a weight. In a gated unit, it must be folded into the half without the activation, because it
+#: wouldn't commute with a nonlinearity.
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -43,10 +44,11 @@ def balance(
 ) -> PyTree:
     """Rescales the inputs of layers to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
 
-    The columns of a weight which multiply large activations are scaled up, and the rows of the preceding
-    layer are scaled down by the same factors. This doesn't change the function that the model computes.
-    Afterwards, quantise the model with the same scheme. If you also calibrate, then measure the moments again
-    on the balanced model.
+    The columns of a weight that multiply large activations are scaled up, and the rows of the preceding layer
+    are scaled down by the same factors. This doesn't change the function that the model computes, but makes
+    the quantisation error smaller for those columns that matter most. Afterwards, you should quantise the
+    model with the same scheme. If you also want to calibrate, then make sure to measure the moments again on
+    the balanced model.
 
     **Arguments:**
 
@@ -58,10 +60,10 @@ def balance(
     - `activations`: as in [`quaxlike.quantize`][]. If `"int8"`, then the rounding error of the inputs is
         taken into account as well. Default: the inputs are not rounded.
     - `folds`: a mapping from each layer to the layers that consume its outputs. Keys are regular expressions
-        that must match the whole name, and values can refer to their groups. Only elementwise operations are
-        allowed in between, and the outputs must not be used elsewhere. Keys should match either linear layers
-        or norms that multiply by a one-dimensional `weight`. Default: the result of the model's `folds`
-        method, if it has one (as [`quaxlike.lm.models.Decoder`][] does), and otherwise
+        that must match the whole name, and values can refer to their groups. There can only be elementwise
+        operations in between, and the outputs must not be used anywhere else. Keys should match either linear
+        layers or norms that multiply by a one-dimensional `weight`. Default: the result of `model.folds()` if
+        there is such a method (e.g. for [`quaxlike.lm.models.Decoder`][]), and otherwise
         `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as in [`quaxlike.quantize`][].
 
@@ -122,7 +124,7 @@ def balance(
                 rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
                 error = _columns(name, rounded, into[name].in_axes) / factor - w
                 total += float(np.sum(error @ moment * error))
-                if activations == "int8":  # assuming that the largest input is three times the RMS
+                if activations == "int8":  # We assume that the largest input is three times the RMS.
                     step = 3 / 127 * np.max(magnitude / factor)
                     total += float(step**2 / 12 * np.sum((w * factor) ** 2))
             return total

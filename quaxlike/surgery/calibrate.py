@@ -1,9 +1,10 @@
-"""Calibrated quantisation, which minimises the error in a layer's outputs: GPTQ plus coordinate descent.
+"""Calibrated quantisation, which uses GPTQ and coordinate descent to minimise the error in a layer's outputs.
 
-GPTQ rounds the columns of a weight sequentially, starting with those that multiply the largest inputs. Each
-rounding error is compensated for by adjusting the remaining columns, to the extent that the inputs are
-correlated. The result is then refined by coordinate descent over both columns and scales. We only accept
-steps that don't increase the cost, so the result is never worse than GPTQ or plain rounding.
+GPTQ rounds the columns of a weight sequentially, starting with those that multiply the largest inputs. To the
+extent that the inputs are correlated, each rounding error can be compensated for by adjusting the remaining
+columns. We then refine the result by coordinate descent over both columns and scales. Importantly, we only
+accept steps that don't increase the cost, which means that the result is never worse than GPTQ or plain
+rounding.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -19,10 +20,15 @@ from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 from ..arrays.quantized.search import SEARCHED
 
-_DAMPING = 0.01  # relative to the mean of the diagonal; the matrix can be singular if inputs are correlated
-_AT_ONCE = 128  # columns per block; errors are only propagated to the other columns once per block
-_SWEEPS = 2  # of coordinate descent over the columns
-_ROUNDS = 2  # each optimises first the scales, and then the codes
+# This is relative to the mean of the diagonal. Without it, the matrix can be singular if inputs are
+# correlated.
+_DAMPING = 0.01
+# The number of columns per block. For efficiency, errors are only propagated to other blocks once per block.
+_AT_ONCE = 128
+# The number of sweeps of coordinate descent over the columns.
+_SWEEPS = 2
+# The number of rounds, each of which optimises first the scales and then the codes.
+_ROUNDS = 2
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -49,7 +55,8 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    candidates = [like, _with_best_scales(start, w, np.diag(h))]  # the existing scales might already be best
+    # Also try the existing scales, as they might already be the best ones.
+    candidates = [like, _with_best_scales(start, w, np.diag(h))]
     if searches and order is None:
         candidates.append(like.requantized(dense, jnp.asarray(np.diag(h), jnp.float32)))
     return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
@@ -76,7 +83,8 @@ def _shapes(name: str, inputs: int, found: tuple[int, ...]) -> str:
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
     """Alternates between optimising codes and scales, and returns the best result along with its cost."""
     grid = grid_of(start)
-    firsts = [_rounded(w, h, grid), grid.places(w)]  # plain rounding wins if `w` is almost on the grid
+    # Also try plain rounding, which can be better than GPTQ if `w` is almost on the grid already.
+    firsts = [_rounded(w, h, grid), grid.places(w)]
     firsts = [_improved(places, w, h, grid) for places in firsts]
     places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
     best, least = start, np.inf
@@ -95,7 +103,7 @@ def _cost(error: np.ndarray, h: np.ndarray) -> float:
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Rounds by GPTQ, largest inputs first. Returns indices into the grid's table."""
+    """Rounds by GPTQ, starting with the largest inputs. Returns indices into the table of the grid."""
     order = np.argsort(-np.diag(h), kind="stable")
     w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
@@ -117,7 +125,8 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
 def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
     """Performs coordinate descent over the columns (QuantEase).
 
-    Each column is rounded optimally whilst the others are held fixed, so the cost never increases.
+    Each column is rounded optimally whilst all others are held fixed, which means that the cost never
+    increases.
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
@@ -142,9 +151,13 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
 
 
 def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """Performs coordinate descent over the scales with the codes held fixed, if the scales are free."""
+    """Performs coordinate descent over the scales whilst the codes are held fixed.
+
+    This does nothing unless the scales are free.
+    """
     rows, count = w.shape
-    if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
+    # (If there isn't one row of codes for each row of the matrix, then blocks might cross rows.)
+    if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:
         return start
     grid, block = grid_of(start), start.block
     values, scale = grid.table[places], grid.scale[:, ::block].copy()
@@ -163,7 +176,8 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     """Shrinks each scale by whichever factor minimises the cost, if the scales are free."""
     if not _are_free(start):
         return start
-    rows = math.prod(start.codes.shape[:-1])  # 1 for formats whose blocks can span several rows of the matrix
+    # This is 1 for formats whose blocks can span several rows of the matrix.
+    rows = math.prod(start.codes.shape[:-1])
     if isinstance(start, BlockArray):
         rows = len(w)
     best, least = None, None
@@ -192,7 +206,7 @@ def _are_free(w: Any) -> bool:
 
 
 def _scaled(w: Any, scale: Any) -> Any:
-    """Replaces the scales of `w`, stored in the same format as before."""
+    """Replaces the scales of `w`, which are stored in the same format as before."""
     if not isinstance(w, BlockArray):
         return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
     old = w.scale.scale

@@ -1,4 +1,4 @@
-"""Statistics of layers' inputs, and `eva`, an initialisation based on their principal directions."""
+"""Statistics of the inputs of layers, and `eva`, an initialisation based on their principal directions."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ def input_moments(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the second moments of each layer's inputs, i.e. the sum of `x xᵀ` over all inputs `x`.
 
-    These are used by [`quaxlike.balance`][], [`quaxlike.eva`][] and the `calibrate` argument of
+    These are needed for [`quaxlike.balance`][], for [`quaxlike.eva`][], and for the `calibrate` argument of
     [`quaxlike.quantize`][].
 
     **Arguments:**
@@ -48,8 +48,8 @@ def input_moments(
 
     **Returns:**
 
-    A function taking the same arguments, and returning a dict from names to sums of shape `(in, in)`. To use
-    several batches, sum the results with `jax.tree.map`.
+    A function that takes the same arguments as `fn`, and returns a dict from names to sums of shape
+    `(in, in)`. If you have several batches, then you can sum their results with `jax.tree.map`.
 
     !!! example
 
@@ -75,14 +75,15 @@ def input_maxima(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the largest magnitude of each layer's inputs, for use as `maxima` in [`quaxlike.quantize`][].
 
-    A layer then uses a single static scale for its inputs, rather than computing their maximum on every call.
+    A layer can then use a single static scale for its inputs. Otherwise it would need to compute their
+    maximum on every call.
 
     **Arguments:** as [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    A function taking the same arguments, and returning a dict from names to scalars. To use several batches,
-    combine the results with `jax.tree.map(jnp.maximum, …)`.
+    A function that takes the same arguments as `fn`, and returns a dict from names to scalars. If you have
+    several batches, then you can combine their results with `jax.tree.map(jnp.maximum, …)`.
 
     !!! example
 
@@ -106,7 +107,7 @@ def _measured(
     label: str, fn: Callable[..., Any], where: Where, fan_in_fan_out: bool, layout: Layouts,
     of_rows: Callable[[jax.Array], Any], joined: Callable[[Any, Any], Any],
 ) -> Callable[..., dict[str, jax.Array]]:  # fmt: skip
-    """Applies `of_rows` to the inputs of each layer, accumulating over repeated calls with `joined`."""
+    """Applies `of_rows` to the inputs of each layer, using `joined` to accumulate over repeated calls."""
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -124,14 +125,14 @@ def _measured(
                 raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
             probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(tell, name)))
         try:
-            with jax.disable_jit():  # `tell` needs concrete arrays
+            with jax.disable_jit():  # This is because `tell` needs concrete arrays.
                 quaxify(fn)(replace(model, probes), *args, **kwargs)
             if missing := [name for name in probes if name not in found]:
                 raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
             return dict(found)
         finally:
-            # JAX's caches hold on to the treedef of the probes, which contains `tell`. As that closes over
-            # `found`, we clear it here to avoid leaking the arrays.
+            # The caches of JAX hold on to the treedef of the probes, and this contains `tell`, which closes
+            # over `found`. So we need to clear it here, or else we would leak the arrays.
             found.clear()
 
     return measured
@@ -141,8 +142,9 @@ def _measured(
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
     """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros (EVA).
 
-    The adapters then start by learning about the directions along which the inputs vary most. The paper
-    reports that this converges in fewer steps than a random initialisation. A few batches of data suffice.
+    As a result, the adapters start by learning about those directions along which the inputs vary most. The
+    paper reports that this converges in fewer steps than a random initialisation. In practice, a few batches
+    of data are enough to estimate the directions.
 
     **Arguments:**
 
@@ -150,8 +152,8 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
     **Returns:**
 
-    An initialisation to pass to [`quaxlike.loraify`][] as `init`. EVA also adapts the ranks; for this see
-    [`quaxlike.eva_ranks`][].
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`. Note that EVA also adapts the ranks, for
+    which you can use [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
     """
@@ -207,7 +209,10 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
 
 class _Probe(ArrayValue):
-    """A factor `a` of zeros, which calls `tell` with whatever it multiplies, as rows of shape (n, in)."""
+    """A factor `a` of zeros, which calls `tell` with whatever it is multiplied by, as rows of shape (n, in).
+
+    We put this into an adapter to observe the inputs of its layer, without changing what the layer computes.
+    """
 
     zeros: Any
     tell: Callable[[Any], None] = eqx.field(static=True)

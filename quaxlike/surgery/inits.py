@@ -13,9 +13,10 @@ from .quantize import quantize_array
 
 @checked
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
-    """Quantises the base, and initialises the adapter to approximate the rounding error (LoftQ).
+    """Quantises the base and initialises the adapter to approximate the rounding error (LoftQ).
 
-    The adapted model then starts closer to the unquantised one, which helps most at low bit widths.
+    As a result, the adapted model starts out closer to the unquantised one than it would with an adapter that
+    initially adds zero. This helps most at low bit widths, for which the rounding error is large.
 
     **Arguments:**
 

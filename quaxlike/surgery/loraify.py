@@ -52,14 +52,15 @@ def loraify(
 ) -> PyTree:
     """Adds low-rank adapters to the weights of a model, leaving everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][], and train the leaves selected by
-    [`quaxlike.trainable`][]. Tied weights, i.e. those that are the same array object, share a single adapter.
+    Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
+    which of its leaves to train. Tied weights, i.e. those that are the same array object, share a single
+    adapter.
 
     **Arguments:**
 
-    - `model`: any pytree. Weights can be Values; for example, adapting 4-bit weights is QLoRA.
+    - `model`: any pytree. Its weights can be Values. For example, passing 4-bit weights gives you QLoRA.
     - `rank`: the rank of the adapters. As in PEFT, a warning is issued if this exceeds both dimensions of a
-        weight.
+        weight, because such an adapter has more parameters than the weight itself.
     - `alpha`: adapters are scaled by `alpha / rank`. Default: `rank`.
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -69,11 +70,12 @@ def loraify(
         adapter; or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: whether to train the norm of each row separately from its direction. Default: False.
-    - `dropout`: the dropout rate for the inputs of the adapters. This only takes effect if they are given a
-        key with [`quaxlike.with_dropout_key`][], which you should do at every step. Training without a key
-        issues a warning. Default: 0.
+    - `dropout`: the dropout rate for the inputs of the adapters. Note that this only has an effect if you
+        also pass a key to the adapters using [`quaxlike.with_dropout_key`][], which you should do at every
+        training step. A warning is issued if you train without a key. Default: 0.
     - `rank_pattern`, `alpha_pattern`: override the rank and alpha of particular layers. Keys are the last
-        components of layer names, or regular expressions for them; the first match is used.
+        components of layer names, or regular expressions for them. If several keys match, then the first is
+        used.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components.
     - `modules_to_save`: modules to train directly, given by the last components of their names.
@@ -113,7 +115,7 @@ def loraify(
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 
-    Conventions and option names follow PEFT.
+    Conventions and option names are the same as in PEFT.
     """
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
@@ -161,7 +163,10 @@ def loraify(
 
 
 def _check_activated(**options: Any) -> None:
-    """Raises `ValueError` for options that also affect tokens before the invocation."""
+    """Raises `ValueError` for options that would also affect the tokens before the invocation.
+
+    An activated LoRA must leave these tokens unchanged, because their cached keys and values are reused.
+    """
     found = next((name for name in ("dora", "lora_bias") if options[name]), None)
     if options["init"] not in ("kaiming", "gaussian"):
         found = f"init={options['init']!r}"
@@ -172,7 +177,7 @@ def _check_activated(**options: Any) -> None:
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
-    """Creates an adapter on `w` whose factors are zero."""
+    """Creates an adapter on `w` whose factors are both zero, so that they can be initialised afterwards."""
     out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
     if dtype is None:
         dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
@@ -182,9 +187,10 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """Turns a LoRA into a DoRA, by adding the row norms of its weight as a parameter.
+    """Turns a LoRA into a DoRA by adding the row norms of its weight as a parameter.
 
-    We compute the norms of the equivalent matrix, so that they're bitwise identical for every layout.
+    Note that we always compute the norms of the equivalent matrix. We could also compute them directly along
+    the axes of the weight, but then the result wouldn't be bitwise identical for every layout.
     """
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
@@ -204,7 +210,7 @@ def with_trained_extras(
     bias: str,
     lora_bias: bool,
 ) -> PyTree:
-    """Adds the adapters to the model, along with any other arrays that are trained."""
+    """Adds the adapters to the model, along with any other arrays (such as biases) that are trained."""
     arrays = named_arrays(model)
     biases = {
         bias_of(name, arrays) or f"{layer_of(name)}.bias": lora
@@ -226,7 +232,7 @@ def with_trained_extras(
 
 
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if any pattern doesn't match any of the adapted arrays."""
+    """Raises `ValueError` if any pattern doesn't match any of the adapted arrays, e.g. due to a typo."""
     for pattern in patterns:
         try:
             found = any(matches_layer(pattern, layer_of(name)) for name in arrays)

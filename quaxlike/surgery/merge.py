@@ -1,4 +1,4 @@
-"""`merge` and `unmerge`: fold adapters into the weights they adapt, and take them out again."""
+"""`merge` and `unmerge`, which fold adapters into the weights that they adapt and take them out again."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -19,20 +19,20 @@ from .trees import difference, map_arrays, named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """Merges a model's adapters into its weights, so that inference is as fast as without adapters.
+    """Merges the adapters of a model into its weights, so that inference is as fast as without adapters.
 
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][], typically after training.
     - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, as measured by
-        [`quaxlike.input_moments`][] on the adapted model. The codes and scales are then chosen by GPTQ to
+        [`quaxlike.input_moments`][] on the adapted model. We then use GPTQ to choose codes and scales that
         minimise the error in the outputs. Default: round to the nearest codes.
 
     **Returns:**
 
-    A model with the same structure as before it was adapted. Quantised weights are requantised. As this
-    rounds off part of what the adapter has learned, a warning is issued for such weights that aren't in
-    `exact`. A model without adapters is returned unchanged, also with a warning.
+    A model with the same structure as before it was adapted. Note that quantised weights need to be
+    requantised, which rounds off part of what the adapter has learned, so a warning is issued for any such
+    weights that aren't in `exact`. A model without adapters is returned unchanged, also with a warning.
 
     **Raises:**
 
@@ -69,9 +69,9 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
 @checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
-    """Undoes [`quaxlike.merge`][], by subtracting the adapters from the weights they were merged into.
+    """Undoes [`quaxlike.merge`][] by subtracting the adapters from the weights that they were merged into.
 
-    For example, this can be used to swap out the adapter of a running model.
+    For example, you can use this to swap out the adapter of a running model.
 
     **Arguments:**
 
@@ -107,7 +107,8 @@ def _check_merged(
 ) -> None:
     """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
 
-    Adapters that replace their weight outright, instead of modifying it, must be equal.
+    We can't recover the base of adapters that replace their weight outright (instead of modifying it), so for
+    these we check that the weights are equal.
     """
     found = None
     for name in taken_out:
@@ -125,7 +126,10 @@ def _check_merged(
 
 
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
-    """Returns whether a weight equals its base plus its adapter, up to rounding. Always true when tracing."""
+    """Returns whether a weight equals its base plus its adapter, up to rounding.
+
+    This is always true when tracing, because we can't compare the values then.
+    """
     if tuple(weight.shape) != tuple(lora.shape):
         return False
     dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))
@@ -137,7 +141,7 @@ def _is_near(weight: Any, lora: AdaptedArray) -> bool:
 
     eps = max(float(jnp.finfo(x.dtype).eps) for x in (weight, lora))
     allowed = 8 * eps * norm(jnp.abs(dense) + jnp.abs(whole))
-    if isinstance(weight, AbstractQuantizedArray):  # `exact` doesn't necessarily pick the nearest codes
+    if isinstance(weight, AbstractQuantizedArray):  # `exact` doesn't necessarily choose the nearest codes.
         allowed += 3 * norm(materialise(weight.requantized(whole)).astype(jnp.float32) - whole)
     return bool(norm(dense - whole) <= allowed)
 
@@ -154,7 +158,7 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
     if base is None or is_value(whole):
         return whole
     if not is_value(base):
-        return whole.astype(base.dtype)  # might have been promoted by an adapter of a different dtype
+        return whole.astype(base.dtype)  # An adapter with a different dtype might have promoted it.
     if isinstance(base, AbstractQuantizedArray) and name in moments:
         return fit(name, whole, base, moments[name])
     if isinstance(base, AbstractQuantizedArray):

@@ -59,10 +59,10 @@ def quantize(
 ) -> PyTree:
     """Quantises the weights of a model, leaving everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is quantised.
-    This makes it possible to adapt a model first, e.g. with an initialisation that requires dense weights,
-    and to quantise it afterwards. If a weight is block-sparse, then its blocks are quantised. Tied weights,
-    i.e. those that are the same array object, are only quantised once.
+    Make sure to call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is
+    quantised. This is useful when the adapter should be initialised from dense weights, in which case you can
+    adapt the model first and quantise it afterwards. If a weight is block-sparse, then its blocks are
+    quantised. Tied weights, i.e. those that are the same array object, are only quantised once.
 
     **Arguments:**
 
@@ -73,28 +73,29 @@ def quantize(
         Alternatively, this can be a recipe: a mapping whose keys are anything accepted by `where`, and whose
         values are either a scheme, a pair of a scheme and its options, or `None` to leave these weights
         unchanged. If several rules select a weight, then the first is used. Predefined recipes are
-        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
-        `"nf4_qlora"`, i.e. NF4 with nested scales. Use `quantize.plan` to preview a recipe without computing
-        anything, and `quantize.from_file` to read one from disk.
+        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow the presets of llama.cpp but exclude
+        embeddings; and `"nf4_qlora"`, i.e. NF4 with nested scales. You can use `quantize.plan` to preview a
+        recipe without computing anything, and `quantize.from_file` to read one from disk.
 
-    - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. Not
-        supported for recipes. Default: the weights of all linear layers.
+    - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. This
+        isn't supported for recipes, which already say which weights to quantise. Default: the weights of all
+        linear layers.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components.
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
-        [`quaxlike.input_moments`][]. Codes are then chosen by GPTQ to minimise the change in the layer's
-        outputs. For llama.cpp's schemes you can pass just the diagonal of this sum, which is then used to
-        weight errors when searching for scales (llama.cpp's importance matrix). Default: round to the nearest
-        codes.
+        [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the outputs
+        of the layer. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then
+        used to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
+        Default: round to the nearest codes.
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
-        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits, for which
-        GPUs have specialised units. Gradients and adapters use the unrounded inputs. Default: inputs are not
-        rounded.
+        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
+        typically faster, because GPUs have specialised units for it. Gradients and adapters still use the
+        unrounded inputs. Default: inputs are not rounded.
     - `maxima`: the largest magnitude of each layer's inputs, from [`quaxlike.input_maxima`][], for use with
-        `activations`. All tokens then share a single static scale, and larger inputs are clipped. Default:
-        one dynamic scale per token.
+        `activations`. All tokens then share a single static scale, and any inputs that exceed the maximum are
+        clipped. Default: one dynamic scale per token.
     - `rounds_gradients`: whether to also compute gradients with respect to the inputs in 8 bits, for use with
         `activations`. Cotangents are rounded for each token separately. Only supports reverse mode. Default:
         False.
@@ -124,7 +125,7 @@ def quantize(
         ql.quaxify(model)(jnp.ones(64))
         ```
 
-    Schemes and their names follow bitsandbytes.
+    Schemes and their names are the same as in bitsandbytes.
     """
     options = {"where": where, "exclude": exclude, "layout": layout, "head": head, **scheme_options}
     chosen = quantizers(model, scheme, **options)
@@ -141,9 +142,10 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns a function for each weight, which quantises it in the same way as `quantize`.
+    """Returns a function for each weight, which quantises it in the same way as `quantize` would.
 
-    `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
+    This is useful for quantising weights one after the other, e.g. whilst they are being loaded. In
+    particular, `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
     """
     return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
@@ -182,7 +184,7 @@ def choices_of(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRow:
-    """A row of a `Plan`, which describes a single weight."""
+    """A row of a `Plan`, which describes what happens to a single weight."""
 
     path: str
     rule: str
@@ -220,7 +222,8 @@ def _bytes(rows: Sequence[PlannedRow]) -> str:
 def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     r"""Previews the effect of [`quaxlike.quantize`][], without computing any arrays.
 
-    This lists which weights are selected by each rule, and their sizes before and after.
+    This lists which weights are selected by each rule, along with their sizes before and after. You might
+    want to use this if you aren't sure whether a recipe does what you intended.
 
     **Arguments:** as [`quaxlike.quantize`][], except for `calibrate`, `activations`, `maxima` and
     `rounds_gradients`, as these don't affect the size. `model` can contain `jax.ShapeDtypeStruct`s instead of
@@ -304,8 +307,9 @@ def fake_quantize(
 ) -> PyTree:
     """Rounds the weights of a model as `quantize` would, but keeps them dense and trainable.
 
-    This is intended for quantisation-aware training: call it inside the loss function, and train the weights
-    that are passed in. Gradients ignore the rounding, i.e. we use the straight-through estimator.
+    This is intended for quantisation-aware training, for which you should call it inside of the loss function
+    and train the weights that are passed in. Gradients ignore the rounding, i.e. we use the straight-through
+    estimator. (Otherwise they would be zero almost everywhere.)
 
     **Arguments:** as [`quaxlike.quantize`][]. If `activations` is set then inputs are rounded as well, using
     the same estimator.
@@ -338,7 +342,7 @@ def fake_quantize(
         "maxima": maxima, "rounds_gradients": rounds_gradients,
     }  # fmt: skip
     quantized = quantize(model, scheme, **options, **scheme_options)
-    rounded: dict[int, Any] = {}  # keyed by `id`, so that tied weights stay tied
+    rounded: dict[int, Any] = {}  # This is keyed by `id`, so that tied weights stay tied.
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
@@ -372,7 +376,7 @@ def scheme_of(text: str | Path) -> str | Recipe:
 
 
 def is_recipe(scheme: Any) -> bool:
-    """Returns whether this is a recipe, as opposed to a single scheme."""
+    """Returns whether this is a recipe rather than a single scheme."""
     return not isinstance(scheme, str) or scheme in RECIPES
 
 
@@ -405,8 +409,8 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # By default nested scales are shared across the whole array. Use separate ones per block, so that we
-        # can still slice the rows of blocks.
+        # By default, nested scales are shared across the whole array. Here we need separate ones for each
+        # block, because otherwise we could no longer slice the rows of blocks.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
         return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
@@ -421,7 +425,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))
-    if stacked and options.get("double_quant"):  # don't share nested scales between layers of a stack
+    if stacked and options.get("double_quant"):  # Don't share nested scales between the layers of a stack.
         options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
@@ -430,15 +434,19 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Returns whether a leaf is an adapter with parameters of its own (unlike e.g. `TrainableArray`)."""
+    """Returns whether a leaf is an adapter that has parameters besides its base.
+
+    This isn't the case for e.g. `TrainableArray`, which simply trains the base itself.
+    """
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:
     """Returns the permutation that moves the input axes last, so that blocks run along them.
 
-    Embeddings are exempt, as lookups read whole rows. For convolutions, the window precedes the input
-    channels, so that it can be reversed without splitting any blocks.
+    We make an exception for embeddings, because lookups read whole rows. For convolutions, we put the window
+    in front of the input channels, so that the window can be reversed without splitting any blocks. (This is
+    needed for the gradient of a convolution.)
     """
     if layout.kind == "embedding":
         return list(range(n))

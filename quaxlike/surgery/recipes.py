@@ -49,10 +49,10 @@ def choices(
     *,
     is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """Applies a recipe, and returns the schemes of the weights that it quantises, by name.
+    """Applies a recipe, then returns the schemes of those weights that it quantises (by name).
 
-    If the recipe `is_general`, i.e. not written for a particular model, then rules are allowed to have no
-    effect.
+    Set `is_general` if the recipe wasn't written for a particular model, in which case some of its rules
+    might not have any effect. Otherwise we treat this as an error.
 
     **Raises:** `ValueError` if a rule has no effect, or has an invalid scheme.
     """
@@ -128,8 +128,9 @@ _TYPES: dict[type, str] = {NF4Array: "nf4", FP4Array: "fp4", Int8Array: "int8", 
 def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
     """Reconstructs a recipe from arrays which are quantised, or are adapters with a quantised base.
 
-    Applying the recipe to dense arrays of the same names reproduces the same types. Layers with the same
-    scheme share a rule. The recipe is empty if nothing is quantised.
+    If you apply this recipe to dense arrays with the same names, then you will get back the same types.
+    Layers with the same scheme share a rule, which keeps the recipe short. It is empty if nothing is
+    quantised.
     """
     groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
     for name, x in arrays.items():
@@ -167,10 +168,10 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    This uses 6 bits for the head, as well as for the values and down projections in the first eighth of
+    This uses 6 bits for the head. It also does so for the values and down projections in the first eighth of
     layers, the last eighth, and every third layer in between. If queries, keys and values are fused into one
-    array, then this has an extra bit in every layer. For a mixture of eight experts, keys and values use 8
-    bits.
+    array, then this array has an extra bit in every layer. In a mixture of eight experts, keys and values use
+    8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -184,7 +185,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
         fused = [name for name in layers if _FUSED.fullmatch(name)]
         keys = output = list[str]()
-        if _num_experts(records) == 8:  # llama.cpp has a special case for Mixtral
+        if _num_experts(records) == 8:  # This is because llama.cpp has a special case for Mixtral.
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
             output = [name for name in layers if ".o_proj." in name] if most == "q4_k" else []
         rules = {
@@ -238,8 +239,9 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a recipe for [`quaxlike.quantize`][] from a JSON or TOML file.
 
     The file should contain a single table, which maps each pattern to either a scheme, a list of a scheme and
-    a table of options, or (in JSON only) null. The order of rules is preserved. The recipe of a quantised
-    model can also be read from the file written by [`quaxlike.files.safetensors.save`][].
+    a table of options, or (in JSON only) null. The order of rules is preserved. If you have a file that was
+    written by [`quaxlike.files.safetensors.save`][], then you can also read the recipe of its model from
+    there.
 
     **Arguments:**
 

@@ -29,9 +29,10 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     """Determines which axes of each array in a model are outputs, and which are inputs.
 
-    The `layout` argument takes precedence. Otherwise we use the layer's class, if this comes from Equinox or
-    Flax NNX, or has an attribute `weight_layouts` that maps fields to layouts. Failing that, the layout is
-    inferred from the name of the array, and the shape of its layer's bias:
+    The `layout` argument takes precedence. Otherwise we look at the class of the layer, which works for
+    classes from Equinox and Flax NNX, and for those that have an attribute `weight_layouts` mapping fields to
+    layouts. Failing that, we infer the layout from the name of the array and the shape of its bias (if any),
+    as follows:
 
     | name | layout |
     | --- | --- |
@@ -49,9 +50,9 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
     - `model`: any pytree.
     - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer.
-        The last components of a name suffice, as in [`quaxlike.select`][]. Can also be a single layout, which
-        is used for all matrices whose layout is otherwise undetermined. See [`quaxlike.Layout`][] for the
-        notation.
+        The last components of a name are enough, as in [`quaxlike.select`][]. This can also be a single
+        layout, which is then used for all matrices whose layout we couldn't otherwise determine. See
+        [`quaxlike.Layout`][] for the notation.
 
     **Returns:**
 
@@ -78,19 +79,20 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The metadata associated with an array. A Value counts as a single array."""
+    """The metadata that is associated with an array. (A Value counts as a single array.)"""
 
     array: Any
     layout: Layout | None
-    """Which axes are outputs and which are inputs, or `None` if this is not a layer's weight."""
+    """Which axes are outputs and which are inputs, or `None` if this is not the weight of a layer."""
     bias: str | None
-    """The name of the layer's bias, if there is one."""
+    """The name of the bias in the same layer, if there is one."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
     """Returns the records of all arrays, by name.
 
-    If `fan_in_fan_out` then matrices are `(in, out)` by convention, instead of `(out, in)`.
+    Matrices without any other indication are `(out, in)` by convention, or `(in, out)` if
+    `fan_in_fan_out=True`.
     """
     found = {path_of(path, model): (path, leaf) for path, leaf in leaves_with_path(model)}
     arrays = {name: leaf for name, (_, leaf) in found.items()}
@@ -135,7 +137,7 @@ def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[s
 def _checked(
     name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
 ) -> Layout | None:
-    """Validates a layout provided by the user against the shapes of the array and its bias."""
+    """Validates a layout that was provided by the user, given the shapes of the array and its bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -151,7 +153,7 @@ def _checked(
 
 
 def require_layout(name: str, record: Record) -> Layout:
-    """Returns the layout of a weight that is to be adapted or quantised, raising if it isn't known."""
+    """Returns the layout of a weight that will be adapted or quantised, or raises an error if unknown."""
     layout = record.layout
     if layout is not None and layout.is_known:
         return layout
@@ -165,7 +167,10 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Returns whether the layout of a matrix is unknown, or based on nothing more than convention."""
+    """Returns whether the layout of a matrix is unknown or merely based on a convention.
+
+    If so, it can be overridden by a layout that the user provides for the whole model.
+    """
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
@@ -181,14 +186,14 @@ def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
     """Determines the layout of each parameter from the Linen or Haiku module that uses it.
 
-    Linen and Haiku store parameters in plain dicts, separate from the modules that created them. For most
-    layers the names are sufficient (see [`quaxlike.layouts`][]), but this function is needed for e.g.
-    `DenseGeneral`, or layers with custom names.
+    Linen and Haiku store parameters in plain dicts, separate from the modules that created them. This means
+    that we can usually only go by their names (see [`quaxlike.layouts`][]). That is fine for most layers, but
+    you will need this function for e.g. `DenseGeneral`, or if your layers have custom names.
 
     **Arguments:**
 
     - `fn`: `module.apply` for Linen, or `transformed.apply` for Haiku. It is only traced, not run.
-    - `args`, `kwargs`: the arguments to call it with. Arrays can be replaced by `jax.ShapeDtypeStruct`s.
+    - `args`, `kwargs`: the arguments to call it with. You can use `jax.ShapeDtypeStruct`s in place of arrays.
 
     **Returns:**
 
@@ -213,7 +218,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     def note(module: Any, path: str, params: Any) -> None:
         for name, x in named_arrays(params).items():
-            if len(x.shape) < 2 or "." in name:  # dotted names belong to a submodule
+            if len(x.shape) < 2 or "." in name:  # Dotted names belong to a submodule.
                 continue
             layout = weight_axes.by_class(module, name, tuple(x.shape))
             if isinstance(layout, Layout):

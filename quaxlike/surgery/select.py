@@ -14,8 +14,8 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary, as
-# well as routers. (Programs that load quantised models also expect routers in full precision.)
+# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary as well
+# as routers. (Besides, programs that load quantised models expect their routers to be in full precision.)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
@@ -24,8 +24,8 @@ _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
     """Selects arrays from a model by name.
 
-    This can be used to check which weights the `where` argument of [`quaxlike.loraify`][],
-    [`quaxlike.quantize`][] etc. will select.
+    This is useful for checking which weights will be selected by the `where` argument of e.g.
+    [`quaxlike.loraify`][] or [`quaxlike.quantize`][].
 
     **Arguments:**
 
@@ -39,18 +39,18 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
             [`quaxlike.layouts`][].
         - Any other string: a regular expression that must match the whole name.
         - A sequence of names, or of their last components, such as `["q_proj", "v_proj"]`.
-        - A callable, taking a name and an array, which returns whether to select the array.
+        - A callable that takes a name and an array, and returns whether to select the array.
 
         The name of a layer refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the
-        model fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then the
-        fused layer is selected by naming all of them. Naming only some of them issues a warning.
+        model fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then you can
+        select the fused layer by naming all of them. If you only name some of them, then a warning is issued.
 
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
-    A dict from names to arrays, ordered as in the model.
+    A dict from names to arrays, in the same order as in the model.
 
     **Raises:**
 
@@ -74,7 +74,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 def _chosen(
     model: PyTree, records: Mapping[str, Record], where: Where, excluded: Container[str] = ()
 ) -> Collection[str]:
-    """Returns the selected names, ordered as in the model."""
+    """Returns the selected names, in the same order as in the model."""
     if where == "all-linear":
         return _all_linear(records, excluded)
     arrays = {name: record.array for name, record in records.items()}
@@ -120,7 +120,10 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
-    """Lists the names that arrays fused or stacked into this one have in other checkpoints."""
+    """Lists the names which the parts of a fused or stacked array have in other checkpoints.
+
+    If a model stores these parts separately as well, then the names refer to those instead.
+    """
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
     own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]
@@ -136,7 +139,10 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
 
 
 def is_router(layer: str, arrays: Iterable[str]) -> bool:
-    """Returns whether a layer is a router, i.e. whether it is next to some experts."""
+    """Returns whether a layer is a router, i.e. whether it is next to some experts.
+
+    We need to check this, as layers named `gate` are also found in other modules.
+    """
     module, _, own = layer.rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
@@ -165,14 +171,17 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
 
 
 def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the weights that "all-linear" excludes, and which must be named to select them."""
+    """Returns the weights that "all-linear" excludes. These can only be selected by name."""
     chosen = {*_all_linear(records, records)}
     weights = {name: record.array for name, record in records.items() if record.layout is not None}
     return {name: array for name, array in weights.items() if name not in chosen}
 
 
 def output_layer(records: Mapping[str, Record]) -> list[str]:
-    """Returns the weights of the output head, or the embedding it is tied to; empty if there is neither."""
+    """Returns the weight of the output head or, if this is tied to an embedding, the weight of the latter.
+
+    The list is empty if there is neither.
+    """
     matrices = [name for name, record in records.items() if record.layout is not None]
     own = [name for name in matrices if _HEAD.fullmatch(name)]
     return own or [name for name in matrices if _TOKENS.fullmatch(name)]
@@ -186,9 +195,9 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """Returns those selected weights that can be adapted or quantised, i.e. no biases, norms or integers.
+    """Returns those selected weights that can be adapted or quantised.
 
-    The output layer is included if `head=True`.
+    This skips any biases, norms and integer arrays. The output layer is included if `head=True`.
     """
     excluded = _chosen(model, records, exclude) if exclude else ()
     also = output_layer(records) if head else []

@@ -39,25 +39,28 @@ class SummaryRow:
     logical_bytes: int
     """The size in bytes of the equivalent dense array."""
     stored_bytes: int
-    """The size in bytes as actually stored, including the adapter."""
+    """The size in bytes as it is actually stored, including the adapter."""
     layout: Layout | None = None
-    """Which axes are outputs and which are inputs, or `None` if the array is not a layer's weight."""
+    """Which axes are outputs and which are inputs, or `None` if the array is not the weight of a layer."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """A table of a model's arrays, along with their totals. Can be printed as plain text or with `rich`."""
+    """A table of the arrays in a model, along with their totals.
+
+    This can be printed as plain text or with `rich`.
+    """
 
     rows: Sequence[SummaryRow]
     recipe: Recipe = dataclasses.field(default_factory=dict[str, Any])
-    """The [`quaxlike.quantize`][] recipe that describes the quantised arrays; empty if there are none."""
+    """The [`quaxlike.quantize`][] recipe for the quantised arrays, which is empty if there aren't any."""
 
     def _total(self, field: str) -> int:
         return sum(getattr(row, field) for row in self.rows)
 
     @property
     def size(self) -> int:
-        """The total number of elements in the model's arrays, excluding adapters."""
+        """The total number of elements in all arrays of the model, excluding adapters."""
         return self._total("size")
 
     @property
@@ -77,7 +80,7 @@ class Summary:
 
     @property
     def stored_bytes(self) -> int:
-        """The total size in bytes as actually stored, including adapters."""
+        """The total size in bytes as it is actually stored, including adapters."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -94,7 +97,7 @@ class Summary:
     def __str__(self) -> str:
         *rows, total = self._cells()
         longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
-        # Wrap each heading that is wider than its column.
+        # Wrap each heading that is wider than its column, so that headings don't make the table any wider.
         heads = [
             textwrap.wrap(name, max(n, *map(len, name.split())))
             for name, n in zip(_HEADER, longest, strict=True)
@@ -141,7 +144,7 @@ def _axes(layout: Layout | None) -> str:
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """Tabulates the type, shape, size and number of trained elements of each array in a model.
 
-    This is useful for checking that a transformation did what you intended.
+    This is useful for checking that a transformation (e.g. [`quaxlike.quantize`][]) did what you intended.
 
     **Arguments:**
 
@@ -169,14 +172,18 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
-    """Builds the row for a single array. Arrays in `counted` have been included in an earlier row."""
-    stored = without_numbers(x)  # hyperparameters such as `alpha` aren't usually counted as parameters
+    """Builds the row for a single array.
+
+    Adapters can share arrays. Those in `counted` have already been included in an earlier row, so we don't
+    count them again.
+    """
+    stored = without_numbers(x)  # Hyperparameters such as `alpha` aren't usually counted as parameters.
     again = [leaf for leaf in _adapters(stored) if id(leaf) in counted]
     counted |= {id(leaf) for leaf in _adapters(stored)}
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
-    size = math.prod((x if base is None else base).shape)  # stacked adapters share a single base
+    size = math.prod((x if base is None else base).shape)  # Stacked adapters share a single base.
     return SummaryRow(
         path=path,
         type=_type(x),

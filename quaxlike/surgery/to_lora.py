@@ -18,9 +18,9 @@ class LowRankError(NamedTuple):
     """The error incurred by approximating the change to a weight by a low-rank matrix."""
 
     lost: float
-    """The Frobenius norm of the error, relative to the change's norm."""
+    """The Frobenius norm of the error, relative to the norm of the change."""
     change: float
-    """The Frobenius norm of the change, relative to the weight's norm."""
+    """The Frobenius norm of the change, relative to the norm of the weight."""
 
 
 @checked
@@ -29,7 +29,8 @@ def to_lora(
 ) -> tuple[PyTree, dict[str, LowRankError]]:
     """Replaces each adapter of a model by its closest low-rank approximation.
 
-    This is useful for programs such as vLLM and llama.cpp, which only support LoRA.
+    This is useful if you want to serve the model with a program that only supports LoRA, such as vLLM or
+    llama.cpp.
 
     **Arguments:**
 
@@ -45,11 +46,11 @@ def to_lora(
     `(lost, change)`. Here `lost` is the Frobenius norm of the error relative to the norm of the change, and
     `change` is the norm of the change relative to the norm of the weight.
 
-    Each approximation is optimal, as it is obtained from the largest singular values of the change. A LoRA of
-    at most this rank is left unchanged. The change made by a DoRA isn't low-rank, so it is approximated like
-    that of any other adapter. Arrays that are trained directly (`modules_to_save`, biases, rows of
-    embeddings) are left unchanged, and adapted biases become biases of the LoRA (`lora_bias`). Dropout is
-    removed.
+    Each approximation is optimal for its rank, because it is obtained from the largest singular values of the
+    change. If an adapter is already a LoRA of at most this rank, then it is left unchanged. (Note that the
+    change made by a DoRA isn't low-rank, so we need to approximate it just like any other adapter.) Arrays
+    that are trained directly (`modules_to_save`, biases, rows of embeddings) are left unchanged, whereas
+    adapted biases become biases of the LoRA (`lora_bias`). Dropout is removed.
 
     **Raises:**
 
@@ -85,7 +86,7 @@ def to_lora(
         raise ValueError(f"to_lora takes a rank of at least 1; found {least}.")
 
     def converted(name: str, x: AdaptedArray) -> tuple[Any, LowRankError | None]:
-        if records[name].layout is None:  # not a layer's weight, but a bias or the scale of a norm
+        if records[name].layout is None:  # This isn't a weight, but e.g. a bias or the scale of a norm.
             return x, None
 
         def axes() -> tuple[Sequence[int], Sequence[int]]:

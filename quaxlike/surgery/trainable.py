@@ -1,4 +1,4 @@
-"""The trainable part of a model: its adapters, and the scales of its quantised weights."""
+"""The trainable part of a model, i.e. its adapters and the scales of its quantised weights."""
 
 import dataclasses
 import warnings
@@ -21,8 +21,8 @@ from .trees import listing, named_arrays, replace
 def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     """Returns a filter spec that marks which leaves of an adapted model to train.
 
-    Typically this is passed to `eqx.partition` before differentiating, so that gradients and optimiser states
-    only exist for the adapters.
+    Typically you would pass this to `eqx.partition` before differentiating. In this way, gradients and
+    optimiser states only exist for the adapters, rather than for the whole model.
 
     **Arguments:**
 
@@ -38,10 +38,10 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
     `gradients="train"`.
 
-    If the optimiser is applied to the whole model, and all of its arrays are floating-point, then you can
-    also pass this function itself as labels: `optax.partition({True: optimiser, False:
-    optax.set_to_zero()}, ql.trainable)`. Don't use `optax.masked` on its own, as it returns the raw gradients
-    of all other leaves as their updates.
+    If you apply the optimiser to the whole model, and all of its arrays are floating-point, then you can also
+    pass this function itself as labels, i.e. `optax.partition({True: optimiser, False: optax.set_to_zero()},
+    ql.trainable)`. Note that you shouldn't use `optax.masked` on its own, because it returns the raw
+    gradients of all other leaves as their updates.
 
     **Raises:** `ValueError` if `freeze` includes a field that no adapter trains.
 
@@ -86,8 +86,8 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     """Makes the scales of quantised weights differentiable, whilst their codes stay fixed.
 
-    Afterwards, train the leaves selected by [`quaxlike.trainable`][]. The model stays quantised, so its size
-    doesn't change.
+    Afterwards, you can train the leaves which are selected by [`quaxlike.trainable`][]. Note that the model
+    stays quantised, so its size doesn't change.
 
     **Arguments:**
 

@@ -1,8 +1,8 @@
 """Tools for treating models from any framework as trees of named arrays.
 
-Names are used both for selecting layers and for loading checkpoints, so they must be the same as in the
-framework's state dict. In particular Flax wraps arrays in boxes (`nnx.Variable`, or Linen's axis metadata),
-which must not appear in names.
+We use these names not only for selecting layers but also for loading checkpoints, so they must be the same as
+in the state dict of that framework. In particular Flax wraps arrays in boxes (either `nnx.Variable` or the
+axis metadata of Linen), which must not be part of a name.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from ..core.values import is_value
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     """Converts a key path to the dotted name of the leaf, as used in state dicts.
 
-    All functions that look up arrays or layers use these names.
+    These are the names which you can pass to any function that looks up arrays or layers.
 
     **Arguments:**
 
     - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.
-    - `model`: the tree that the path belongs to. Only needed for Flax, in which the path to an array inside
-        an `nnx.Param` ends in `.value`, which isn't part of its name. If not passed, then a trailing `.value`
-        is dropped whenever Flax has been imported.
+    - `model`: the tree that the path belongs to. This is only needed for Flax, in which the path to an array
+        inside an `nnx.Param` ends in `.value`, even though this isn't part of its name. If you don't pass a
+        model, then any trailing `.value` is dropped if Flax has been imported.
 
     **Returns:**
 
@@ -58,7 +58,10 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
 
 def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
-    """Returns the node containing a leaf, ignoring boxes, or `None` if we can't access it by its key path."""
+    """Returns the node that contains a leaf, ignoring any boxes.
+
+    This is `None` if we can't access the node by its key path, e.g. because it has a custom flattening.
+    """
     owner: Any = None
     for node, _ in _steps(model, key_path):
         owner = owner if _is_box(node) else node
@@ -87,7 +90,10 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _flax_type(module: str, name: str) -> Any:
-    """Returns a class from Flax or, if this hasn't been imported, an empty tuple for use in `isinstance`."""
+    """Returns a class from Flax, for use in `isinstance`.
+
+    If Flax hasn't been imported then there can't be any instances of the class, so we return an empty tuple.
+    """
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -117,10 +123,10 @@ def named_arrays(model: PyTree) -> dict[str, Any]:
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Calls `change(name, array)` for each array.
 
-    If an array appears several times, e.g. because it is a tied weight, then `change` is only called once, so
-    the results are tied as well.
+    If an array appears several times, e.g. because it is a tied weight, then `change` is only called once.
+    This means that the results are tied as well.
     """
-    done: dict[int, Any] = {}  # `id` is safe to use as a key, as `arrays` keeps them alive
+    done: dict[int, Any] = {}  # It is safe to use `id` as a key, because `arrays` keeps them alive.
     for name, array in arrays.items():
         if id(array) not in done:
             done[id(array)] = change(name, array)
@@ -130,7 +136,8 @@ def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Replaces arrays in a model by name. This includes leaves that are `None`."""
     if isinstance(model, _flax_type("flax.nnx", "Module")):
-        # Use `nnx.split` so that variables which appear several times in the module stay shared.
+        # We could also map over the module directly, but then any variables that appear several times in it
+        # would no longer be shared.
         nnx: Any = sys.modules["flax.nnx"]
         graph, state = nnx.split(model)
         return nnx.merge(graph, replace(state, new))
@@ -156,8 +163,8 @@ def unstacked(model: PyTree) -> PyTree:
 
 # Layers by name -----------------------------------------------------------------------------------
 
-# The names used for the weight of a layer by PyTorch, Equinox, Flax and Haiku. As the name of a layer refers
-# to this weight, users can pass the same name regardless of the framework.
+# These are the names that PyTorch, Equinox, Flax and Haiku use for the weight of a layer. As the name of a
+# layer refers to this weight, users can pass the same name regardless of which framework they use.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 
@@ -176,7 +183,10 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Returns whether a pattern matches a name or its layer's name, in full or by its last components."""
+    """Returns whether a pattern matches the name of an array or of its layer.
+
+    A regular expression must match the whole name. Otherwise it is enough if the last components are equal.
+    """
     names = {name, layer_of(name)}
     if regex:
         try:
@@ -188,7 +198,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
 
 
 def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
-    """Suggests alternatives for a pattern that doesn't match anything."""
+    """Suggests alternatives for a pattern that doesn't match anything, for use in an error message."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
     inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
     if plain and inside:
@@ -216,8 +226,9 @@ def listing(arrays: Mapping[str, Any]) -> str:
 def difference(x: PyTree, y: PyTree) -> str | None:
     """Describes the first difference between two trees, or returns `None` if they are equal.
 
-    Arrays are equal if they are the same object, or have the same shape, dtype and values. NaNs are treated
-    as equal to each other, as are traced arrays, since their values aren't known.
+    Arrays count as equal if they are the same object, or if they have the same shape, dtype and values. In
+    particular, NaNs are treated as equal to each other. So are traced arrays, because we can't compare their
+    values.
     """
     return _difference(x, y, ())
 
@@ -257,7 +268,7 @@ def _is_plain_array(x: Any) -> bool:
 def same_values(x: Any, y: Any) -> bool:
     """Returns whether two arrays of the same shape and dtype have the same values.
 
-    This is always true for traced arrays, since their values aren't known.
+    This is always true for traced arrays, because we can't compare their values.
     """
     if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
         return True
@@ -289,8 +300,9 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
 def _same_object(x: Any, y: Any) -> bool:
     """Returns whether two non-array objects are equal.
 
-    Functions are compared by their code and closures, as some layers define their activation function inside
-    `__init__`, so that every model has a new one.
+    Functions are compared by their code and closures rather than by identity. This is because some layers
+    define their activation function inside `__init__`, in which case every model has a different function
+    object.
     """
     if isinstance(x, types.FunctionType) and isinstance(y, types.FunctionType):
         parts = [(f.__code__, f.__defaults__, [c.cell_contents for c in f.__closure__ or ()]) for f in (x, y)]

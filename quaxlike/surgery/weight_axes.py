@@ -1,8 +1,9 @@
 """Conventions for which axes of a weight are outputs and which are inputs.
 
-We look up the class of the layer or, failing that, the name of the array. Classes are identified by name and
-package, so that we don't need to import any of these packages. As using the wrong layout would silently train
-the wrong adapter, ambiguous layouts are reported as `UNKNOWN`, and must be specified by the user.
+We look up the class of the layer or, failing that, the name of the array. Classes are identified by their
+name and package, so that we don't need to import any of these packages. If a layout is ambiguous, then we
+report it as `UNKNOWN` and ask the user to specify it. (We could guess instead, but if that turned out to be
+wrong then we would silently train the wrong adapter.)
 """
 
 import re
@@ -26,7 +27,8 @@ OTHER = Layout((), (), "other")
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
     """Creates the entry for a convolution kernel with this order of axes, where `*` denotes the window.
 
-    `groups` is the name of the attribute with the number of channel groups.
+    `groups` is the name of the attribute that stores the number of channel groups. Set `plain=False` for any
+    other kind of convolution, such as transposed ones.
     """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
@@ -46,7 +48,10 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 
 
 def _general(layer: Any, shape: _Shape) -> Layout:
-    """Returns the layout of `LinearGeneral` and `DenseGeneral`: (batch, in, out), each with several axes."""
+    """Returns the layout of `LinearGeneral` and `DenseGeneral`.
+
+    This is (batch, in, out), where each of these can consist of several axes.
+    """
 
     def count(x: Any) -> Any:
         return len(x) if isinstance(x, tuple | list) else 1
@@ -58,7 +63,7 @@ def _general(layer: Any, shape: _Shape) -> Layout:
 def _einsum(layer: Any, shape: _Shape) -> Layout:
     """Returns the layout of an `Einsum`.
 
-    Contracted axes are inputs, whilst axes present in both operands and the result are batch axes.
+    Contracted axes are inputs, and any axes that are present in both operands and the result are batch axes.
     """
     equation = layer.einsum_str
     if equation is None:
@@ -83,7 +88,7 @@ _FLAX: dict[str, Mapping[str, _Entry]] = {
     **_NORMS,
 }
 
-# The fields of each class that contain weights. All other fields are biases, scales or statistics.
+# Lists the fields of each class that contain weights. All other fields are biases, scales or statistics.
 _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
     "equinox": {
         "Linear": {"weight": "oi"},
@@ -109,7 +114,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """Returns the layout implied by the layer's class, or "not known" if we don't recognise the class."""
+    """Returns the layout implied by the class of the layer, or "not known" if we don't recognise it."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -135,7 +140,8 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
-# In a model made of plain arrays, embeddings can only be distinguished from linear layers by name.
+# If a model consists of plain arrays, then we can only distinguish embeddings from linear layers by their
+# names.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
 _CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
 _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
@@ -163,7 +169,7 @@ def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, 
         if _CONV.fullmatch(layer) and window:
             return _by_bias([Layout.parse(f"oi{window}")], shape, bias, alone=True)
         return _by_bias([MATRIX, *([Layout.parse(f"oi{window}")] if window else [])], shape, bias)
-    if not above:  # a standalone array, e.g. a factor of a `LoraArray`
+    if not above:  # This is a standalone array, e.g. a factor of a `LoraArray`.
         return MATRIX if len(shape) == 2 else OTHER
     return UNKNOWN if len(shape) == 2 else OTHER
 
@@ -215,7 +221,7 @@ def _kernel(
 def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, alone: bool = False) -> Layout:
     """Returns the candidate that fits the bias, if this is unique.
 
-    If there is no bias, then a sole candidate is accepted only if `alone=True`.
+    If there is no bias, then we only accept a candidate if it is the only one and `alone=True`.
     """
     if bias is None:
         return candidates[0] if alone and len(candidates) == 1 else UNKNOWN
@@ -224,13 +230,16 @@ def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, al
 
 
 def _by_neighbour(name: str, layer: str, shape: _Shape, shapes: Mapping[str, _Shape]) -> Layout:
-    """Disambiguates attention kernels without biases, using that query and output share their head axes."""
+    """Disambiguates attention kernels that don't have a bias.
+
+    To do so, we use that the query and output kernels of the same layer share their head axes.
+    """
     neighbour = "query" if layer == "out" else "out"
     other = shapes.get(name.removesuffix(f"{layer}.kernel") + f"{neighbour}.kernel", ())
     if len(other) != len(shape):
         return UNKNOWN
     first, last = (other, shape) if layer == "out" else (shape, other)
-    if layer in ("key", "value"):  # these can have fewer heads than the query
+    if layer in ("key", "value"):  # These can have fewer heads than the query.
         in_heads = first[-1] == last[-2] and first[:-3] == last[:-3]
     else:
         in_heads = first[-2:] == last[-3:-1] and first[:-3] == last[:-3]

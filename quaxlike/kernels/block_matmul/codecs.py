@@ -1,7 +1,7 @@
-"""The table of block formats: the values of their codes, and the storage of their scales and minima.
+"""The table of block formats, which describes the values of codes and how scales and minima are stored.
 
-Codecs are purely descriptive. Their values must match the program that published the format bit for bit,
-including the rounding of subnormal scales. Otherwise we would decode checkpoints to different weights.
+Importantly, decoded values must be bitwise identical to those of the program that published the format,
+including how subnormal scales are rounded. Otherwise we would decode checkpoints to different weights.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Powers of two. Subtract this from the byte to obtain the exponent field of a float32.
+# These scales are powers of two. To obtain the exponent field of a float32, subtract this from the byte.
 E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format, consisting of rows of codes (as a little-endian bit stream) and one scale per block.
+    """A block format, which consists of rows of codes (as little-endian bit streams) and a scale per block.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -79,12 +79,13 @@ class Codec:
             values = np.asarray(self.table, np.float32)
         else:
             values = codes.view(np.int8 if self.codes == "signed" else _FLOAT8[self.codes]).astype(np.float32)
-        # Precomputed, because it's used whenever a product is traced. (The dataclass is frozen.)
+        # We precompute this, because it's used whenever a product is traced. (Note that the dataclass is
+        # frozen.)
         object.__setattr__(self, "all_values", values)
 
     @property
     def name(self) -> str:
-        """The codec's key in `CODECS`, or its number of bits if it isn't registered there."""
+        """The key of this codec in `CODECS`, or its number of bits if it isn't registered there."""
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
@@ -108,7 +109,10 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """Returns the uint8 codes of the nearest values. Ties go to the even integer or the lower value."""
+        """Returns the uint8 codes of the nearest values.
+
+        Ties are broken towards the even integer or, if the codes aren't integers, towards the lower value.
+        """
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
@@ -118,21 +122,21 @@ class Codec:
         if self.table is None:
             narrow = jnp.clip(values, low, high).astype(_FLOAT8[self.codes])
             return lax.bitcast_convert_type(narrow, jnp.uint8)
-        # Tables need not be sorted, e.g. `E2M1` has its negative values last.
+        # Tables don't need to be sorted. For example, the negative values in `E2M1` come last.
         order = np.argsort(self.table, kind="stable")
         ordered = np.asarray(self.table, np.float32)[order]
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
         return jnp.asarray(order.astype(np.uint8))[places]
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """Stochastically rounds to one of the two adjacent values, such that the result is unbiased.
+        """Stochastically rounds to one of the two adjacent values, so that the result is unbiased.
 
         `random` should be uniformly distributed on [0, 1]. Returns uint8 codes.
         """
         low, high = self.range()
         if self.codes in ("integer", "signed"):
             return self.nearest(jnp.floor(jnp.clip(values, low, high) + random))
-        with np.errstate(invalid="ignore"):  # float8 has NaNs, which compare as out of range
+        with np.errstate(invalid="ignore"):  # The NaNs in float8 compare as out of range, which is fine.
             inside = (self.all_values >= low) & (self.all_values <= high)
         ordered = np.unique(self.all_values[inside])
         below = jnp.clip(jnp.searchsorted(ordered, values, side="right") - 1, 0, len(ordered) - 2)
@@ -147,7 +151,10 @@ class Codec:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (instances stay alive, but there are only a few)
     def cuts(self, count: int, block: int) -> bool:
-        """Returns whether rows can be split into (or concatenated from) parts with this number of codes."""
+        """Returns whether rows can be split into (or concatenated from) parts with this number of codes.
+
+        This isn't possible if it would split a byte, a block, or a group of blocks that share an outer scale.
+        """
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
             return whole
@@ -173,8 +180,8 @@ class Codec:
         if outer is not None:
             outer = self._spread(outer, blocks)
 
-            # A barrier, as XLA would otherwise replace division by a scalar with multiplication by its
-            # reciprocal, which rounds differently.
+            # We need a barrier here. Without it, XLA would replace division by a scalar with multiplication
+            # by its reciprocal, and this rounds differently.
             def each(outer: Any) -> Any:
                 return lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
 
@@ -185,7 +192,7 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def stride(self, count: int, block: int) -> int:
-        """Returns the number of planes. This is 1 unless blocks have equally many codes in each plane."""
+        """Returns the number of planes, which is 1 unless they split the codes of every block evenly."""
         stride = bitstream.stride_of(self.bits)
         return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
 
@@ -222,7 +229,7 @@ class Codec:
         stride = bitstream.stride_of(self.bits)
         first, shift = index // stride * (stride * self.bits // 8), index % stride * self.bits
         code = packed[first + shift // 8] >> (shift % 8).astype(packed.dtype)
-        if 8 % self.bits:  # then codes can straddle two bytes
+        if 8 % self.bits:  # Codes can straddle two bytes in this case.
             rest = packed[jnp.minimum(first + shift // 8 + 1, packed.shape[-1] - 1)]
             left = 8 - shift % 8
             code |= jnp.where(left < self.bits, rest << left.astype(packed.dtype), 0).astype(packed.dtype)
@@ -245,7 +252,7 @@ class Codec:
         return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales in E8M0:  # construct the bits, as not all devices exponentiate exactly
+        if self.scales in E8M0:  # Construct the bits, because not all devices exponentiate exactly.
             wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + E8M0[self.scales]))
             raw = (wide - np.uint32(E8M0[self.scales])) << np.uint32(23)
             if self.scales == "e8m0":
@@ -258,8 +265,9 @@ class Codec:
     def _shrunk(self, scale: Array) -> Array | None:
         """Returns the factor that compensates for clamping scales to 2**-126, the smallest normal number.
 
-        We apply this factor to the codes' values instead. Subnormal scales would be flushed to zero on some
-        devices, even if their products with the codes are normal.
+        We apply this factor to the values of the codes, rather than to the scales. The reason is that some
+        devices flush subnormal scales to zero, even though their products with the codes might be normal
+        numbers.
         """
         if self.scales not in E8M0:
             return None

@@ -1,7 +1,7 @@
-"""The product with a stored weight on GPUs, fused for few rows of activations and chunked for many.
+"""The product with a stored weight on GPUs, which is fused for few rows of activations and chunked for many.
 
-We never materialise all of a large weight. Chunks are limited to 128 MiB, and optimisation barriers prevent
-XLA from decoding all of them in advance.
+Importantly, we never materialise all of a large weight. Chunks are limited to 128 MiB, and we use
+optimisation barriers to prevent XLA from decoding all of them in advance.
 """
 
 import dataclasses
@@ -27,20 +27,21 @@ from .tilings import Problem, blocks, tiling_for
 
 _Weight = TypeVar("_Weight")
 
-# The number of rows of activations up to which we use the fused kernel, for `x @ W.T` and `x @ W`
-# respectively. It reads all codes again for every 64 (respectively 32) rows, so beyond this it's cheaper to
-# decode the weight once and then call cuBLAS.
+# The number of rows of activations up to which we use the fused kernel. The keys are False for `x @ W.T` and
+# True for `x @ W`. The kernel reads all codes again for every 64 rows (or 32 rows for `x @ W`), which means
+# that for more rows it's cheaper to decode the weight once and then call cuBLAS.
 FUSED_ROWS = {False: 128, True: 64}
 # Up to this many rows of activations, we compute `x @ W` as a reduction, decoding the weight once per row.
 REDUCED_ROWS = 2
-# The maximum number of bytes to decode at a time. Smaller chunks were measured to be slower (on an H200).
+# The maximum number of bytes to decode at a time. Smaller chunks would use less memory, but we measured them
+# to be slower on an H200.
 _MOST = 1 << 27
-# The minimum number of activations to scale at a time, so as to keep the GPU busy.
+# The minimum number of activations to scale at a time, which is needed to keep the GPU busy.
 _LEAST = 1 << 22
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
-    """Returns a fused kernel, or the reason why there is none. `low_rank` is `b` for all adapters."""
+    """Returns a fused kernel, or the reason why there isn't one. Here `low_rank` is `b` for all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
     if not 0 < rows <= most:
         return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
@@ -61,8 +62,8 @@ def fused_refusal(
     This does not take the number of rows of `x` into account.
     """
     (n, k), block = product.shape, product.block_size
-    # The codes that a thread decodes together must share a scale. For `x @ W.T` these are 16 codes (or 64 if
-    # we scale the accumulator), and for `x @ W` they are 8 codes.
+    # All codes that a thread decodes together must share a scale. For `x @ W.T` there are 16 of them (or 64
+    # if we scale the accumulator), and for `x @ W` there are 8 of them.
     unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
@@ -117,7 +118,7 @@ def fused(
     )
     tiling = tiling_for(problem)
     if tiling.splits > 1:
-        # The partial sums of all splits are added up below, so don't round them to 16 bits yet.
+        # We add up the partial sums of all splits below, so they shouldn't be rounded to 16 bits yet.
         problem = problem._replace(out_dtype="float32")
     if low_rank:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
@@ -143,12 +144,16 @@ def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
 
 
 def _in_words(numbers: Array) -> Array:
-    """Pads an array to a whole number of 32-bit words, which are what the kernel loads."""
+    """Pads an array to a whole number of 32-bit words, because the kernel can only load whole words."""
     return jnp.pad(numbers, (0, -numbers.size % (4 // min(numbers.dtype.itemsize, 4))))
 
 
 def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
-    """Returns the adapters that each group of rows uses, (groups, adapters), and their number, (groups,)."""
+    """Returns the adapters that each group of rows uses, along with the number of these adapters.
+
+    The shapes are (groups, adapters) and (groups,). We use this to skip the adapters that a group doesn't
+    use.
+    """
     adapters = t.shape[1]
     number = jnp.arange(adapters, dtype=np.uint32)
     if adapters == 1:
@@ -158,14 +163,15 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
         jnp.pad(taken, ((0, groups * size - len(taken)), (0, 0))).reshape(groups, size, adapters).any(axis=1)
     )
     place = jnp.cumsum(taken, axis=1, dtype=np.uint32) - np.uint32(1)
-    # Moves the numbers of used adapters to the front, by summing one-hot encodings of their new positions.
+    # Move the numbers of all used adapters to the front. We do this by summing one-hot encodings of their new
+    # positions, rather than by sorting.
     found = taken[:, :, None] & (place[:, :, None] == number[None, None])
     order = jnp.sum(jnp.where(found, number[None, :, None], np.uint32(0)), axis=1, dtype=np.uint32)
     return order, jnp.sum(taken, axis=1, dtype=np.uint32)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """Returns the fused kernel, which maps `mosaic.emit`'s operands to terms (splits, m, features)."""
+    """Returns the fused kernel, which maps the operands of `mosaic.emit` to terms (splits, m, features)."""
     from . import mosaic
 
     return _kernel_of(
@@ -210,7 +216,7 @@ def _kernel_of(
         kernel,
         out_type=out,
         scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
-        grid=(blocks,),  # one-dimensional: programs derive their tiles from the index
+        grid=(blocks,),  # This is one-dimensional, as programs derive their tiles from the index.
         grid_names=("block",),
         num_threads=threads // 128,  # in warpgroups
         thread_name="warpgroup",
@@ -247,8 +253,8 @@ def reduced(
     scales = jnp.repeat(
         dense_scales(absmax).reshape(n, product.row_blocks), product.block_size // 2, axis=1
     ).astype(dtype)
-    # The first code in each byte belongs to an even column and the second to an odd column. These are
-    # interleaved at the end.
+    # The first code in each byte belongs to an even column and the second code to an odd column. We compute
+    # these separately, so that we only need to interleave the sums.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
     rows = x.reshape(math.prod(lead), n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
@@ -266,8 +272,9 @@ def chunked(
 ) -> Array:
     """Decodes `W` to the dtype of `x`, in chunks of rows if it is large, and uses a dense matmul for each.
 
-    Every weight is only rounded once, from its exact float32 value. If the scales can be applied outside of
-    the product, then we scale `x` in chunks if copying it would be expensive.
+    Every weight is only rounded once, starting from its exact float32 value. If the scales can be applied
+    outside the product, then we scale `x` or the result instead of the weight. We scale `x` in chunks if
+    copying it would be expensive.
 
     **Arguments:**
 
@@ -289,15 +296,16 @@ def chunked(
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
-        # Appending `t` and `b` makes the low-rank term a part of the same contraction.
+        # If we append `t` and `b`, then the low-rank term becomes a part of the same contraction.
         x = jnp.concatenate([x, lax.collapse(t, x.ndim - 1)], axis=-1)
         b = lax.collapse(jnp.moveaxis(b, 0, 1), 1)
-    # Without a barrier, XLA would keep the decoded weight alive for the other product in the backward pass.
+    # Without this barrier, XLA would keep the decoded weight alive until the other product in the backward
+    # pass.
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
     step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
-    # If the result is a sum over several chunks, then it must only be rounded afterwards.
+    # If the result is a sum over several chunks, then we must only round it after adding them up.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
     def decoded(weight: list[Any], start: int, stop: int) -> Array:
@@ -324,14 +332,14 @@ def decoded_rows(
     """Decodes rows of `W` to a 16-bit dtype using a single kernel."""
     packed, scales, table, zeros = decode.operands(leaves, decoded=False)
     stored = decode.stored(product, decoded=False)
-    assert stored is not None  # already checked by `choose`
+    assert stored is not None  # This has already been checked by `choose`.
     of_scales, of_zeros = _kinds(stored, scales, zeros)
     problem = Problem(stored, m=0, dtype=dtype, scales=of_scales, zeros=of_zeros)
     return _decoding_kernel(problem, start, stop)(packed.reshape(-1), *_numbers(scales, zeros), table)
 
 
 def _padded(z: Array) -> Array:
-    """Pads columns with zeros to a multiple of 16, which our kernel requires, and which cuBLAS prefers."""
+    """Pads columns with zeros to a multiple of 16. Our kernel requires this, and cuBLAS is faster with it."""
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
@@ -374,7 +382,7 @@ def join_chunks(
     aval = jax.typeof(columns)
     axis %= columns.ndim
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
-    # Every element is overwritten below, so don't spend another pass on initialising them to zero.
+    # Every element is overwritten below, so it would be wasteful to spend another pass on initialising them.
     y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
 

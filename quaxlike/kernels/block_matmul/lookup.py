@@ -1,7 +1,10 @@
-"""Decodes a weight's bytes to values on GPU threads. (The only part of the kernels to depend on formats.)
+"""Decodes the bytes of a weight to values on GPU threads.
 
-We keep a table of the value(s) for each of the 256 bytes in shared memory. The table is replicated across all
-32 banks, so that lookups by different threads never conflict.
+This is the only part of the kernels that depends on formats.
+
+We keep a table in shared memory, with the value (or values) of each of the 256 possible bytes. The table is
+replicated across all 32 banks. This takes more memory, but means that lookups by different threads never
+conflict.
 """
 
 import functools
@@ -20,15 +23,17 @@ SIZES = {
     **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
 }
 
-#: For each array of scales or zero points: how many of them share an element, and its size in bytes.
+#: For each array of scales or zero points, this is how many of them share an element, and the size of an
+#: element in bytes.
 STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 1), (256, 4)]}
 
 
 class Table:
     """A lookup table for the values of codes.
 
-    If `exact`, its entries are float32, to be scaled individually (using `scaled`). Otherwise its entries are
-    rounded to the dtype of the activations, and returned two per register (using `pairs`).
+    If `exact`, then entries are float32, and should be scaled individually (using `scaled`). Otherwise
+    entries are rounded to the dtype of the activations, and two of them are returned per register (using
+    `pairs`).
     """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
@@ -36,7 +41,7 @@ class Table:
         self.bits, self.low_first = product.bits, product.low_first
 
     def fill(self, values: MemoryRegion, thread: Reg, threads: int) -> None:
-        """Writes the table to shared memory, with each thread storing four words at a time."""
+        """Writes the table to shared memory. Each thread stores four words at a time."""
         for i in range(0, 256 * 8, threads):
             at = thread + i
             self.memory.store(at * 16, *self._entry(values, at // 8))
@@ -67,7 +72,7 @@ class Table:
         if self.bits == 8:
             at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
             return [self.memory.load(a, "float32")[0] for a in at]
-        # Both values of a byte are loaded together, and so 16 replicas suffice to fill all 32 banks.
+        # We load both values of a byte together, so 16 replicas are enough to fill all 32 banks.
         at = [byte * 128 + self.lane % 16 * 8 for byte in _bytes(words)]
         return [value for a in at for value in self.memory.load(a, "float32", 2)]
 
@@ -77,7 +82,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 
 
 class Numbers:
-    """Scales or zero points in global memory. Each thread copies just the words containing those it needs."""
+    """Scales or zero points in global memory, of which each thread only copies the words that it needs."""
 
     def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]
@@ -105,7 +110,7 @@ class Numbers:
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
-        # Copies are in units of words, so shift down whichever element of the word we need.
+        # A word can contain several elements, so shift down the one that we need.
         word = word >> index % (4 // self.size) * (8 * self.size)
         if self.kind == "bfloat16":
             return lanes.as_float32(word << 16)
@@ -140,14 +145,17 @@ def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
 
 
 def _from_e4m3(byte: Reg) -> Reg:
-    # Reinterpreting the shifted bits as a float16 makes the exponent too small by 8, i.e. a factor of 256.
+    # If we reinterpret the shifted bits as a float16, then the exponent is too small by 8. We make up for
+    # this by multiplying by 256.
     magnitude = byte & 127
     value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
-    return lanes.select(magnitude < 127, value, float("nan"))  # e4m3fn has no infinities, and just one NaN
+    # Note that e4m3fn doesn't have any infinities, and just one NaN (for each sign).
+    return lanes.select(magnitude < 127, value, float("nan"))
 
 
 def _power_of_two(byte: Reg, halved: int) -> Reg:
-    # Results below the smallest normal number are subnormal, so set a mantissa bit rather than the exponent.
+    # If the result is below the smallest normal number, then we need to set a bit of the mantissa rather than
+    # the exponent.
     below = lanes.number(0x400000, "u32") >> (lanes.minimum(byte, halved) ^ halved)
     bits = lanes.select(byte < 1 + halved, below, (byte - halved) << 23)
     return lanes.as_float32(bits if halved else lanes.select(byte < 255, bits, 0x7FC00000))

@@ -1,25 +1,28 @@
-"""The fused matmul with stored weights, for few rows of activations, written as a per-thread program.
+"""The fused matmul with stored weights for few rows of activations, which is written as a per-thread program.
 
-Each warp multiplies several tiles, of 16 features of the result, by up to 64 rows of `x` (tokens), over its
-share of the contraction. A single `mma.sync` instruction contracts 16 elements.
+Each warp multiplies several tiles, each with 16 features of the result, by up to 64 rows of `x` (which we
+call tokens), over its share of the contraction. A single `mma.sync` instruction contracts 16 elements. In
+order to make this fast, we do the following.
 
-- *Codes are read in their stored order.* The terms of a contraction can be summed in any order. Within a
-    block of 64 columns, for `x @ W.T`, we therefore let thread `quad` of each group of four read columns
-    16·quad … 16·quad + 15 of both `W` and `x`, regardless of the columns that the instruction assigns to it.
-    For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight adjacent columns as features.
-    Note that both operands must be permuted identically, as we would otherwise multiply mismatched elements.
+- *Codes are read in their stored order.* Mathematically speaking, the terms of a contraction can be summed in
+    any order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
+    16·quad + 15 within a block of 64 columns of both `W` and `x`, regardless of the columns that the
+    instruction assigns to it. For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight
+    adjacent columns as features. Note that both operands must be permuted in the same way, because otherwise
+    we would multiply elements that don't match.
 - *Each byte is decoded with a single lookup*, in a table with 256 entries (see `lookup`).
 - *Scales are applied to the accumulator*, provided that all 64 columns of a block share a scale, and that
-    there are no zero points. We sum the products with a block's codes separately, and then multiply by the
-    scale when adding to the accumulator. This requires just one multiplication for every 64 weights, and uses
-    exact float32 scales, so that only the codebook is rounded. (Which is more accurate than rounding every
-    weight.) Otherwise values are scaled in float32 and then rounded once.
+    there are no zero points. In this case we sum the products with the codes of a block separately, then
+    multiply by the scale when adding to the accumulator. This only needs one multiplication for every 64
+    weights. It is also more accurate, because scales are exact float32 numbers and only the codebook is
+    rounded, rather than every weight. In all other cases, values are scaled in float32 and then rounded once.
 - *Loads overlap with multiplications.* Each warp copies the tiles for its upcoming steps into a ring buffer
     in shared memory (see `staging`), without synchronising with other warps.
 
 Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
-GPU, then the contraction is also split between thread blocks. Each writes its own float32 sum, and these are
-afterwards added in a fixed order, so that results are deterministic.
+GPU, then we also split the contraction between thread blocks. (We could use atomics to add up their results,
+but this wouldn't be deterministic. Instead each of them writes a separate float32 sum, and these are added in
+a fixed order afterwards.)
 """
 
 import functools
@@ -32,20 +35,23 @@ from .lookup import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
 from .staging import StagedTiles, TileLayout
 from .tilings import BLOCK, Problem, Tiling
 
-_SHARED = 96 * 1024  # bytes of shared memory, available on all GPUs since compute capability 8.0
-_STAGES = 4  # the depth of the ring buffer, if it fits
+# All GPUs since compute capability 8.0 have at least this many bytes of shared memory.
+_SHARED = 96 * 1024
+# The depth of the ring buffer, provided that it fits.
+_STAGES = 4
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Returns how many words of shared memory to use, for tables and the ring buffer, and later for sums.
+    """Returns the number of words of shared memory to use.
 
-    The sums are indexed by warp, token and feature, with padding so that stores avoid bank conflicts.
+    We first use these for tables and the ring buffer, and later for sums. The latter are indexed by warp,
+    token and feature, and are padded so that stores avoid bank conflicts.
     """
     return max(ring_end(p, tiling) // 4, tiling.k_warps * 8 * p.token_tiles * stride(tiling))
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
-    """Returns the number of stages in the ring buffer, i.e. for how many steps a warp can hold the data."""
+    """Returns the number of stages in the ring buffer, each of which holds the data for one step."""
     return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
@@ -68,13 +74,14 @@ def stride(tiling: Tiling) -> int:
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program, which computes the product plus each adapter's `t @ b.T`, as `tiling.splits` terms.
+    """Emits the program, which computes the product plus `t @ b.T` for adapters, as `tiling.splits` terms.
 
     **Arguments:**
 
-    - `refs`: in global memory: `x`; the codes; the scales (if nested: codes, absmax, offset and map); the
-        zero points (if any); the values of the codes; for adapters `t` and `b`, and for each group of tokens
-        the adapters that it uses and their number; and `out`. Then `shared_words` words of shared memory.
+    - `refs`: the following arrays in global memory: `x`; the codes; the scales (if nested, these are codes,
+        absmax, offset and map); the zero points (if any); the values of the codes; for adapters, `t` and `b`,
+        as well as the adapters that each group of tokens uses and their number; and `out`. These are followed
+        by `shared_words` words of shared memory.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
@@ -90,7 +97,8 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     def step(i: Reg, acc: list[Reg]) -> list[Reg]:
         lanes.wait_for_copies(ahead - 1)
-        # All threads' copies have now arrived, and no thread is still reading from the stage that we reuse.
+        # After this, the copies of all threads have arrived, and no thread is still reading from the stage
+        # that we are about to overwrite.
         lanes.warp_barrier()
         warp.fetch(i + ahead)
         return warp.multiply(i, acc)
@@ -105,7 +113,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class Warp:
-    """A single thread's position, and its part in the work of its warp, for `x @ W.T`."""
+    """The position of a single thread, along with its part of the work of its warp, for `x @ W.T`."""
 
     def __init__(
         self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
@@ -120,7 +128,8 @@ class Warp:
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
-        # Groups of tokens that use the same rows of `W` are adjacent, so that all but one of them hit L2.
+        # We make groups of tokens adjacent if they use the same rows of `W`, so that all but one of them hit
+        # L2.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
@@ -131,13 +140,14 @@ class Warp:
         self.tiles = StagedTiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
         if p.m % (8 * p.token_tiles):
-            # Past the last row of `x` we simply read it again, and never store the result.
+            # For tokens past the last row of `x`, we simply read the last row again. The result is never
+            # stored.
             self.tokens = [lanes.minimum(token, p.m - 1) for token in self.tokens]
 
     @property
     def rows(self) -> list[Reg]:
         """The rows of `W` that this thread decodes."""
-        # As with tokens, clamp to the last row. Features past the end are not stored.
+        # As with tokens, we clamp to the last row, and don't store any features past the end.
         first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
@@ -146,11 +156,11 @@ class Warp:
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """Returns the index of this step among the steps of all warps that have the same features."""
+        """Returns the index of this step amongst the steps of all warps with the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
-        """Returns the (clamped) index of part `i` in a step's contraction, and whether that part exists."""
+        """Returns the (clamped) index of part `i` in the contraction of a step, and whether it exists."""
         part = self._share(step) * self.tiling.unroll + i
         parts = self.p.product.contracted // self.p.depth
         return lanes.minimum(part, parts - 1), part < parts
@@ -184,7 +194,8 @@ class Warp:
     def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
         """Returns the words of codes, the scale and the shift for each line in a part."""
         _, present = self._part(step, i)
-        # A scale and shift of zero mean that parts past the end of the contraction contribute nothing.
+        # Use a scale and shift of zero for parts past the end of the contraction, so that these don't
+        # contribute.
         base, (row, column) = self.base(step), self.tile(step)
         out = []
         for place, own in self.lines(i):
@@ -233,8 +244,8 @@ class Warp:
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
         if self.p.token_tiles == 1:
             return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
-        # Memory is accessed by eight threads at a time. We swap the order in which threads read their two
-        # halves for every other token, so that those eight threads access all banks of L1 exactly once.
+        # Eight threads access memory at the same time. For every other token we swap the order in which its
+        # threads read their two halves, so that those eight threads access all banks of L1 exactly once.
         even, at = self.group % 2 < 1, at + self.group % 2 * 16
         a, b = (self.x.load(place, "u32", 4) for place in (at, at ^ 16))
         return [
@@ -253,7 +264,8 @@ class Warp:
         warps = self.tiling.k_warps * self.tiling.splits
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
-            # Split between warps in the same way as the contraction, as their sums are added up anyway.
+            # We can split this between warps in the same way as the contraction, as we add up their sums
+            # anyway.
             place = self._share(i)
             present = place < tiles
             place = lanes.select(present, place, 0)
@@ -280,10 +292,11 @@ class Warp:
 
 
 class _Transposed(Warp):
-    """The work for `x @ W`, where a warp has 64 columns of `W` as features, and contracts 16 rows at a time.
+    """The work for `x @ W`, where a warp has 64 columns of `W` as features and contracts 16 rows at a time.
 
-    Each line consists of eight columns of a row. As rows have different scales, all values are scaled
-    individually, and are combined with those of the row with which they share a register when rounding.
+    Each line consists of eight columns of a row. As rows have different scales, we can't scale the
+    accumulator. So we need to scale every value, then round it together with the value from another row that
+    shares its register.
     """
 
     def feature(self, tile: int, e: int) -> Reg:
@@ -331,10 +344,11 @@ def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -
                 value = acc[4 * (j * tiling.row_tiles + tile) + e]
                 sums.store((token * width + warp.feature(tile, e)) * 4, value)
     lanes.barrier()
-    # Consecutive threads now take consecutive features, so that stores to global memory are coalesced.
+    # From here on, consecutive threads have consecutive features, so that stores to global memory are
+    # coalesced.
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
-        held = lanes.minimum(token, tokens - 1)  # surplus threads read valid memory, but don't store
+        held = lanes.minimum(token, tokens - 1)  # Surplus threads read valid memory, but don't store.
         total = lanes.number(0.0, "float32")
         for k_warp in range(tiling.k_warps):
             at = ((held + k_warp * tokens) * width + row) * 4

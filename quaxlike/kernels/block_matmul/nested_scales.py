@@ -18,9 +18,10 @@ from .. import blockwise
 class NestedScales:
     """Block scales quantised to 8 bits each ("double quantisation"), given by `map[codes] * absmax + offset`.
 
-    Every `absmax` is shared by 256 blocks. For 4-bit codes with blocks of 64, this amounts to 4.13 bits per
-    weight, compared to 4.5 for float32 scales. Kernels decode the scales on the fly. All three arrays can
-    have leading axes, for stacked weights.
+    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of
+    the memory for a quantised weight. For example, 4-bit codes with blocks of 64 amount to 4.13 bits per
+    weight, compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked
+    weights, all three arrays can have leading axes.
 
     **Arguments:**
 
@@ -31,7 +32,8 @@ class NestedScales:
         Defaults to the signed dynamic map.
     """
 
-    # Not necessarily arrays: can also be e.g. `jax.ShapeDtypeStruct`s, or a kernel's references.
+    # These aren't necessarily arrays. For example, they can also be `jax.ShapeDtypeStruct`s or the references
+    # of a kernel.
     codes: Any
     absmax: Any
     offset: Any
@@ -51,8 +53,9 @@ class NestedScales:
                 f"NestedScales takes codes of uint8, and absmax and offset that are floats; found {dtypes}."
             )
 
-    # A map given as a tuple is treated as static, because as a leaf it would lack the leading axes that all
-    # other leaves have. Kernels receive it as an operand.
+    # If the map is given as a tuple, then we treat it as static. If it were a leaf, then it wouldn't have the
+    # leading axes that all other leaves have, and so e.g. `jax.vmap` would fail. Kernels still receive it as
+    # an operand.
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[float, ...] | None]:
         static = self.quant_map if isinstance(self.quant_map, tuple) else None
@@ -62,7 +65,7 @@ class NestedScales:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[float, ...] | None, parts: Sequence[Any]) -> "NestedScales":
-        # Skip validation, as JAX also unflattens with placeholders that don't have a shape.
+        # Skip validation, because JAX also unflattens with placeholders that don't have a shape.
         new = object.__new__(cls)
         for f, part in zip(dataclasses.fields(cls), parts, strict=True):
             object.__setattr__(new, f.name, part)
@@ -80,7 +83,7 @@ class NestedScales:
 
     @property
     def table(self) -> Any:
-        """The map's 256 values in float32."""
+        """The 256 values of the map in float32."""
         if self.quant_map is None:
             return blockwise.dynamic_map()
         return np.asarray(self.quant_map, np.float32) if isinstance(self.quant_map, tuple) else self.quant_map
@@ -94,7 +97,10 @@ class NestedScales:
         return self.codes, self.absmax, self.offset, jnp.asarray(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        """Returns one or several of the operands. (In version 0.1, kernels accepted a named tuple.)"""
+        """Returns one or several of the operands.
+
+        This is for backward compatibility with version 0.1, in which kernels accepted a named tuple.
+        """
         return self.operands()[i]
 
 
@@ -107,7 +113,7 @@ def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
     def dense(codes: Array, absmax: Array, offset: Array) -> Array:
         return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
-    # Leading axes stack several weights, each with its own blocks.
+    # If there are leading axes then these stack several weights, each of which has separate blocks.
     for _ in range(scale.offset.ndim):
         dense = jax.vmap(dense)
     return dense(scale.codes, scale.absmax, scale.offset)

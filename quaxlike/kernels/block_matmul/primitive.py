@@ -109,7 +109,8 @@ def _kernel(
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode, **params: Any) -> Any:
     for primal, tangent in zip(primals[1:], tangents[1:], strict=True):
         if nonzero(tangent) and (not decode.linear or isinstance(primal, NestedScales)):
-            return NotImplemented  # the reference derives tangents for these scales
+            # Products aren't linear in these scales, so their tangents are derived from the reference.
+            return NotImplemented
     return sum_tangents(PRODUCTS[decode.name], primals, tangents, {"decode": decode, **params})
 
 
@@ -135,7 +136,8 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
     if nonzero(leaves_dot):
         return NotImplemented
     out_dtype, terms = params["product"].out_dtype, []
-    # If both `x` and `t` are perturbed, then a single fused product suffices, and reads the weight only once.
+    # If both `x` and `t` are perturbed, then a single fused product is enough, which only reads the weight
+    # once.
     if x_dot is not None and t_dot is not None:
         terms.append(lora_matmul_p(x_dot, *leaves, t_dot, b, **params))
     elif x_dot is not None:
@@ -148,8 +150,8 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
 
 
 def _transpose_with_adapters(ct: Any, x: Any, *operands: Any, **params: Any) -> Any:
-    # Jointly linear in `x` and `t`. Terms for a perturbed `b` don't involve the weight, and use XLA's
-    # `dot_general`.
+    # The product is jointly linear in `x` and `t`. Terms for a perturbed `b` don't involve the weight, so
+    # these simply use `dot_general`.
     leaves, (t, b) = _parted(operands, True)
     if any(map(ad.is_undefined_primal, (*leaves, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
@@ -189,8 +191,8 @@ def _partitioning(
     if low_rank:
         names += f", {' '.join(rows)} adapters rank, adapters n rank"
         shared = (1 + len(jax.tree.leaves(leaves)),)
-    # The rows of `x` take precedence. A weight that is sharded across the same devices is gathered, still as
-    # codes.
+    # The rows of `x` take precedence. If the weight is sharded across the same devices then we need to gather
+    # it, but this happens whilst it still consists of codes.
     rule = f"{names} -> {' '.join([*rows, free])}"
     return Partitioning(rule, sums, first=(*rows, "n", "k"), shared=shared)
 

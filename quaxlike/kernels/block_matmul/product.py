@@ -173,7 +173,8 @@ class Nibbles:
             packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
         else:
             start, stop, _ = rows.indices(n)
-            # Callers use multiples of `aligned`, so we never slice through a byte or a block.
+            # Callers only use multiples of `aligned`, which means that we never slice through a byte or a
+            # block.
             packed = packed[start * k // 2 : (stop * k + 1) // 2]
             absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
         dense = dequantize_codebook(
@@ -270,8 +271,8 @@ class Rows:
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
         if not self.linear:
             return None
-        # If rows end in a partial block, then columns can't be sharded. A single scale per row is replicated
-        # across all shards of the columns.
+        # If rows end in a partial block, then we can't shard the columns. If there is just a single scale per
+        # row, then this is replicated across all shards of the columns.
         whole = product.shape[1] % product.block_size == 0
         k, blocks = ("k" if whole else "kept"), ("k" if whole and leaves[1].shape[1] != 1 else "blocks")
         return f"n {k}, n {blocks}", ("n",) if product.transpose else ("k",) if whole else ()

@@ -27,7 +27,7 @@ _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
 
 
 def _multiplies_in(dtype: Any, rows: Any) -> bool:
-    """Returns whether to multiply this many rows in `dtype`, as opposed to float32.
+    """Returns whether to multiply this many rows in `dtype` rather than in float32.
 
     On processors with bfloat16 instructions this is faster, and on others the speed is about the same.
     """
@@ -160,7 +160,7 @@ def contract_rows(
 
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
-    # Accumulate each plane separately, so that they are interleaved just once at the end.
+    # Accumulate each plane separately, so that we only need to interleave them once at the end.
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
     if is_spread((x,)):  # with explicit mesh axes, the rows of the result inherit the sharding of x's rows
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]

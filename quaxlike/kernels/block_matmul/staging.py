@@ -1,11 +1,12 @@
 """Stages codes, scales and zero points in shared memory, using asynchronous copies ahead of their use.
 
-For a multiprocessor, copying 4 bytes takes nearly as long as copying 16 (measured on an H200), so with few
-tokens a product is limited by the number of copies. All threads of a warp therefore copy its tile of the
-weight together, each using the widest possible instruction, and then each thread reads what it decodes.
+On a multiprocessor, copying 4 bytes takes nearly as long as copying 16 bytes. (We measured this on an H200.)
+If there are few tokens then a product is limited by the number of copies. For this reason, all threads of a
+warp copy its tile of the weight together using the widest possible instructions, and afterwards each thread
+reads what it decodes.
 
-The layout is swizzled to avoid bank conflicts. Copies and reads must use the same swizzle, or else a thread
-will decode the codes of a different row.
+The layout is swizzled to avoid bank conflicts. Importantly, copies and reads must use the same swizzle,
+because otherwise a thread would decode the codes of a different row.
 """
 
 import math
@@ -49,7 +50,7 @@ class Field(NamedTuple):
             return cls(divisor, size, 1 if regular else 2, 1, regular)
         row_bytes, span = row_blocks * size, count * size
         regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
-        # An unaligned span can start up to three bytes into its first word.
+        # If a span is unaligned, then it can start up to three bytes into its first word.
         words = -(-span // 4) if regular else (span + 6) // 4
 
         def fits(v: Any) -> Any:
@@ -64,12 +65,12 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """Returns the bytes per tile, rounded up so that every thread in the warp has a slot to copy to."""
+        """Returns the number of bytes per tile. We round up, so that each thread has a slot to copy to."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
 class TileLayout:
-    """The layout in shared memory of a warp's tile, consisting of codes, scales and zero points."""
+    """The layout of a warp's tile in shared memory, which consists of codes, scales and zero points."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
         self.p, bits = p, p.product.bits
@@ -97,7 +98,7 @@ class TileLayout:
         return out
 
     def swizzle(self, place: Reg) -> Reg:
-        """Returns what to XOR a row's chunk indices with, in order to avoid bank conflicts between rows."""
+        """Returns the number to XOR the chunk indices of a row with, to avoid bank conflicts between rows."""
         line = place * self.row_bytes // 128 if self.row_bytes < 128 else place
         return line * self.span % self.chunks
 
@@ -107,7 +108,7 @@ class TileLayout:
 
 
 class StagedTiles:
-    """Copies a warp's tiles to shared memory, and reads back the parts needed by each thread."""
+    """Copies the tiles of a warp to shared memory, then reads back the parts that each thread needs."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class StagedTiles:
         self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
 
     def fetch(self, base: Reg, row: Reg, column: Reg) -> None:
-        """Starts copying the tile at this row and column of the weight. Pads with zeros past the end."""
+        """Starts copying the tile at this row and column of the weight, padding with zeros past the end."""
         layout, product = self.layout, self.layout.p.product
         n, k = product.shape
         per_chunk = _CHUNK * 8 // product.bits
         for i in range(0, layout.rows * layout.chunks, 32):
             at = self.lane + i
             place, chunk = at // layout.chunks, at % layout.chunks
-            # The rows have the same arrangement in every iteration, up to an offset that is known statically.
+            # Up to an offset that is known statically, rows are arranged in the same way in every iteration.
             swizzle = layout.swizzle(self.lane // layout.chunks % 8 + i // layout.chunks % 8)
             of_row, of_chunk = row + layout.row(place), column + chunk * per_chunk
             here = (of_row < n) & (of_chunk < k)
@@ -150,10 +151,10 @@ class StagedTiles:
             place = at // across
             of_row = row + layout.row(place)
             here = (of_row < n) & (column < k)
-            if layout.rows * across % 32:  # then the last iteration has more threads than words
+            if layout.rows * across % 32:  # The last iteration has more threads than words in this case.
                 here = here & (place < layout.rows)
             word = self._word(of_row, column, field) + at % across * field.at_once
-            # Clamped, so that wide copies never read beyond the end of the array.
+            # We need to clamp this, because wide copies must never read beyond the end of the array.
             source = lanes.minimum(word, last) * 4
             memory.copy_to(source, self.shared, start + at * (4 * field.at_once), 4 * field.at_once, here)
 
@@ -162,7 +163,7 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """Returns the word that contains the first byte of a row and column's scale or zero point."""
+        """Returns the word with the first byte of the scale or zero point at this row and column."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 

@@ -1,4 +1,4 @@
-"""The products computed by fused kernels, and how these are divided between thread blocks."""
+"""The products that are computed by fused kernels, and how we divide these between thread blocks."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,9 +16,9 @@ class Tiling:
 
     - `row_tiles`: the number of tiles (of 16 features each) per warp. Always 4 for `x @ W`.
     - `row_warps`: the number of adjacent warps along the features.
-    - `k_warps`: the number of warps between which the contraction for the same features is split.
+    - `k_warps`: the number of warps that the contraction for the same features is split between.
     - `unroll`: the number of blocks of 64 columns (or 16 rows for `x @ W`) that a warp processes per step.
-    - `splits`: the number of thread blocks between which the contraction is split, each with its own sum.
+    - `splits`: the number of thread blocks that the contraction is split between. Each writes a separate sum.
     """
 
     row_tiles: int
@@ -42,7 +42,8 @@ class Problem(NamedTuple):
     **Attributes:**
 
     - `product`: the shape of `W`, and how it is stored.
-    - `m`: the number of tokens. More than `group_size` are divided into groups, for different thread blocks.
+    - `m`: the number of tokens. If there are more than `group_size`, then these are divided into groups,
+        which are handled by different thread blocks.
     - `dtype`: the dtype of the activations, either bfloat16 or float16.
     - `out_dtype`: the dtype in which to store the terms of the result.
     - `adapters`, `rank`: the sizes of the low-rank term, if any. The rank is a multiple of 16.
@@ -60,8 +61,8 @@ class Problem(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        # For `x @ W`, each thread has four times as many features per token and thus accumulators, so that
-        # fewer tokens fit into its registers.
+        # For `x @ W`, each thread has four times as many features per token, and so also four times as many
+        # accumulators. This means that fewer tokens fit into its registers.
         return 32 if self.product.transpose else 64
 
     @property
@@ -85,8 +86,8 @@ class Problem(NamedTuple):
         return 16 if self.product.transpose else BLOCK
 
 
-# The fastest tilings found on an H200, for weights of shapes 14336×4096, 4096×14336 and 4096². You can tune
-# these again using `python -m benchmarks.gpu --tune`.
+# These are the fastest tilings that we found on an H200, for weights of shapes 14336×4096, 4096×14336 and
+# 4096². You can tune them again using `python -m benchmarks.gpu --tune`.
 _TILINGS = (
     # maximum number of token tiles, minimum number of rows of W
     (2, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=2)),
@@ -95,7 +96,8 @@ _TILINGS = (
     (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=2)),
     (8, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=1)),
 )
-# For `x @ W`, thread blocks have this many columns, and split the rows until there are enough of them.
+# For `x @ W`, each thread block has this many columns. We then split the rows until there are enough thread
+# blocks.
 _TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
 _ENOUGH_BLOCKS, _MOST_SPLITS = 256, 8
 
@@ -107,7 +109,7 @@ def tiling_for(p: Problem) -> Tiling:
         most = min(_MOST_SPLITS, _ENOUGH_BLOCKS // blocks(p, _TRANSPOSED), n // 256)
         return dataclasses.replace(_TRANSPOSED, splits=1 << max(most, 1).bit_length() - 1)
     tiling = next(tiling for tiles, rows, tiling in _TILINGS if p.token_tiles <= tiles and n >= rows)
-    # 8-bit codes require more shared memory per step.
+    # Don't unroll for 8-bit codes, because these need more shared memory per step.
     return dataclasses.replace(tiling, unroll=1) if p.product.bits == 8 else tiling
 
 

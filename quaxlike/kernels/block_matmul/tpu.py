@@ -1,9 +1,9 @@
 """The matmul with stored weights on TPUs.
 
-Codes are used in their stored layout. A byte that packs two codes represents two adjacent columns of a row of
-`W`. Bytes are laid out along lanes, so that one nibble of every byte belongs to an even column and the other
-to an odd column. We multiply these two planes separately, by the even and odd columns of `x` respectively,
-which avoids having to interleave them.
+Codes are used in their stored layout. If a byte packs two codes, then these are two adjacent columns of a row
+of `W`. As bytes are laid out along lanes, one nibble of every byte belongs to an even column and the other to
+an odd column. We multiply one of these planes by the even columns of `x` and the other one by the odd
+columns. This means that we don't have to interleave them, which would be expensive.
 
 Values of 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
 the 128 lanes of a register, as are values of 8-bit codes, and those of all codes prior to TPU v5. Lookups
@@ -80,7 +80,7 @@ def matmul(
     packed = packed.reshape(n, product.row_bytes)
 
     def by_blocks(z: Any) -> Any:
-        # Padded, because lookups along lanes require whole registers.
+        # We need to pad this, because lookups along lanes require whole registers.
         z = z.reshape(n, product.row_blocks).astype(jnp.float32)
         return jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
 
@@ -293,7 +293,7 @@ def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
 def _compiler_params() -> Any:
     import jax.experimental.pallas.tpu as pltpu
 
-    # The last axis of the grid is the contraction, which is accumulated sequentially.
+    # The last axis of the grid is the contraction, which must be sequential because we accumulate over it.
     return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 

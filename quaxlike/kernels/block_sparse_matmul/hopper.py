@@ -4,7 +4,8 @@ Each thread block computes a tile of tokens for one feature block of the result,
 activations with stored blocks on the tensor cores. One of its warpgroups is only responsible for prefetching
 the tiles needed by the others, whose positions are given by the index.
 
-Slots without a block have an out-of-bounds index, for which loads return zeros. Padding needs no branches.
+Slots without a block have an out-of-bounds index, for which loads return zeros. This means that we don't need
+any branches for padding.
 """
 
 import functools
@@ -77,7 +78,9 @@ def matmul(
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # the number of tokens per warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    x = x.reshape(m, x.shape[-1])  # no padding, as out-of-bounds loads return zeros, and stores are dropped
+    # We don't need to pad this, because out-of-bounds loads return zeros and out-of-bounds stores are
+    # dropped.
+    x = x.reshape(m, x.shape[-1])
     parts = b // _DEPTH
 
     def place(index: Any) -> _Place:

@@ -48,7 +48,8 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
 
     def number(step: Reg) -> Reg:
-        # Clamped, as we read the index for steps past the end, whose copies are then skipped.
+        # We need to clamp this, because we also read the index for steps past the end, even though their
+        # copies are then skipped.
         return work.number(lanes.minimum(step, steps - 1))
 
     def stage(step: Reg) -> Reg:
@@ -165,8 +166,8 @@ class _Shared(MemoryRegion):
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
         struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
-        # Marked as having side effects. Otherwise the compiler might move it across a barrier, since it does
-        # not know that this reads from memory.
+        # We mark this as having side effects. The compiler doesn't know that it reads from memory, so
+        # otherwise it might be moved across a barrier.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
 
@@ -194,7 +195,7 @@ class _Operand:
         self.line = lane % 8
 
     def _permuted(self, piece: Reg, row: Reg) -> Reg:
-        """Returns the position of a piece in its row, such that eight adjacent rows use different banks."""
+        """Returns the position of a piece in its row, so that eight adjacent rows use different banks."""
         width = min(8, self.pieces)
         return piece ^ row // (8 // width) % width
 
@@ -205,7 +206,7 @@ class _Operand:
             at = lanes.thread_index() + i * THREADS
             own, piece = at // self.pieces, at % self.pieces
             inside = present & (row + own < self.shape[0])
-            if self.rows * self.pieces % THREADS:  # then the last iteration has more threads than pieces
+            if self.rows * self.pieces % THREADS:  # The last iteration has more threads than pieces.
                 inside = inside & (own < self.rows)
             offset = ((row + own) * self.shape[1] + column + piece * _NUMBERS) * 2
             to = (own * self.pieces + self._permuted(piece, own)) * _PIECE + stage + self.start
@@ -218,7 +219,7 @@ class _Operand:
         """
         free, contracted = first + self.free, self.contracted + 16 * k
         row, column = (contracted, free) if self.transposed else (free, contracted)
-        # Excluding `line`, all rows are multiples of 8, for which the permutation is the same.
+        # Apart from `line`, all row offsets are multiples of 8, and these don't change the permutation.
         piece = self._permuted(column // _NUMBERS, self.line)
         at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
         return self.shared.load_matrices(at, transposed=self.transposed)

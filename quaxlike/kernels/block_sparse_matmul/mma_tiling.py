@@ -76,7 +76,7 @@ class SparseTiling:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """The number of warps along rows and columns, such that each warp's tile is as square as possible."""
+        """The number of warps along rows and columns, chosen so that each warp has a nearly square tile."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
 
         def fits(warps: Any) -> Any:
@@ -90,7 +90,7 @@ class SparseTiling:
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
-        """The bytes per stage of each operand's tile, padded so that all threads copy equally many pieces."""
+        """The bytes per stage for the tile of each operand, padded so that all threads copy equally much."""
 
         def whole(tile: Any) -> Any:
             return -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS

@@ -1,11 +1,12 @@
 """The block-sparse matmul in plain JAX, as a scan over the block rows of the weight.
 
-This neither materialises the weight, nor does it gather operands. Each step multiplies stored blocks by
-slices of the activations, which have been split into blocks of features. Padding selects an additional block
-of zeros at the end, and its products are masked out, regardless of the contents of the padding.
+This neither materialises the weight nor gathers any operands. Each step multiplies stored blocks by slices of
+the activations, which have been split into blocks of features. Padding selects an additional block of zeros
+at the end. Note that we still need to mask out its products, because the padding itself can contain anything.
 
-GPUs typically have many activations and little memory, and there we leave the layout of the activations as it
-is. For this, the `…_sliced` functions multiply slices of rows, and update the result in place.
+On GPUs there are typically many activations and little memory, so we can't afford to split the activations.
+For this case there are the `…_sliced` functions, which multiply slices of rows and update the result in
+place.
 
 Blocks are numbered in the order in which they are stored, so that slot `j` of block row `n` has number
 `n · slots + j`. Rows and columns with fewer blocks than others are padded with an out-of-bounds index, as in
@@ -184,7 +185,7 @@ def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             w, column = block
-            # Products with padding are added to the additional last column, regardless of what they contain.
+            # Products with padding are added to the additional last column, which we drop at the end.
             return acc.at[column].add(_dot(x_row, w, ((1,), (0,)))), None
 
         return lax.scan(add, acc, (row_blocks, columns))[0], None

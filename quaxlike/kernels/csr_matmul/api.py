@@ -20,7 +20,8 @@ from .reference import matmul_reference, sampled_reference
 class CsrIndex(NamedTuple):
     """The index of an `(N, K)` matrix of which only some elements are stored, in row-major order.
 
-    Elements beyond the last pointer are padding, and are treated as zero.
+    Besides the usual arrays for CSR, this includes the order of elements by column, which is needed for the
+    transposed product. Any elements beyond the last pointer are padding and are treated as zero.
 
     **Attributes:** int32 arrays, optionally with additional leading axes for stacks of matrices:
 
@@ -55,7 +56,8 @@ def csr_index(
     """
     place = rows.astype(np.int64) * (shape[1] + 1) + columns
     inside = (rows < shape[0]) & (columns < shape[1])
-    # Kernels rely on this order without checking it, and would otherwise silently compute wrong sums.
+    # We need to validate this here, because kernels rely on the order without checking it. If it was wrong,
+    # then they would silently compute the wrong sums.
     if (np.diff(place[inside]) <= 0).any() or not inside[: inside.sum()].all() or (place < 0).any():
         raise ValueError(
             f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "

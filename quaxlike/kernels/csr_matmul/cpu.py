@@ -21,8 +21,8 @@ _MOST_ROWS = 32
 # are discarded, than to gather two vectors for each stored element. (We measured 85 ns for an element with
 # 128 terms, compared to 1.7 ns for an element of a dense product.)
 _DENSE_FROM = 0.02
-# The dense product is computed in chunks of at most this many rows and elements, and read this many elements
-# at a time.
+# We compute the dense product in chunks of at most `_ROWS` rows and `_PRODUCT` elements. From each chunk we
+# then read `_ELEMENTS` elements at a time.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, Shaped
 from ..multilinear import accumulator_dtype, varying_zeros
 from ..padded import add_at, get_at
 
-# The number of values to gather at a time: 1 MiB in float32.
+# The number of values to gather at a time, which amounts to 1 MiB in float32.
 _PIECE = 2**18
 # The number of columns to assume if it is symbolic.
 _OPEN_WIDTH = 64
@@ -43,7 +43,7 @@ def coo_matmul(
     if 0 in (data.shape[0], x.shape[0]):
         return acc
 
-    @jax.checkpoint  # otherwise the gathered rows, which are as large as a dense product, are residuals
+    @jax.checkpoint  # Otherwise we would save the gathered rows, which are as large as a dense product.
     def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         into, out_of, data = piece
         return add_at(acc, (into,), data[:, None] * get_at(x, (out_of,), 0)), None
