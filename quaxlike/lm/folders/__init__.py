@@ -1,1 +1,1 @@
-"""Checkpoint folders: configurations, accompanying files, and atomically replacing them."""
+"""Reads configurations and accompanying files in checkpoint folders, and replaces them atomically."""

@@ -1,4 +1,6 @@
-"""Formats of quantised weights in safetensors files. Each has its own module, which defines a `Format`."""
+"""Formats for quantised weights in safetensors files. Each format has its own module, which defines a
+`Format`.
+"""
 
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao
 from .format import Format
