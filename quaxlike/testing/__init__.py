@@ -1,4 +1,6 @@
-"""Tools for testing custom types under all transforms, and for testing functions on many kinds of Values."""
+"""Tools for testing a custom type under all transforms, and for testing a function on many kinds of
+Values.
+"""
 
 from .check import check_type
 from .functions import check_program
