@@ -1,4 +1,4 @@
-"""Parses JSON from untrusted files, with bounds on its size and nesting.
+"""Parsing of JSON from untrusted files, with bounds on its size and nesting.
 
 Python's parser can use about 20 times as much memory as the input, and it recurses into nested lists. This
 means that without any bounds, even a small file could exhaust memory or overflow the stack.

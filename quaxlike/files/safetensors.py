@@ -1,4 +1,4 @@
-"""Saves and loads whole models, including any Values they contain, as safetensors files."""
+"""`save` and `load`, which store whole models (including any Values they contain) as safetensors files."""
 
 import dataclasses
 import functools

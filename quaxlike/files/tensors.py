@@ -1,4 +1,4 @@
-"""Reads and writes the safetensors format, as either a single file or several files with an index.
+"""Support for the safetensors format, as either a single file or several files with an index.
 
 Headers are untrusted. So we check every offset against the size of the file, and require that the tensors
 exactly cover the data. This ensures that no entry can read past the end of the file or alias another tensor.

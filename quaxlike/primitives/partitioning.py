@@ -1,4 +1,4 @@
-"""Partitions a primitive over devices, for implementations that are opaque to the compiler.
+"""Partitioning of a primitive over devices, for implementations that are opaque to the compiler.
 
 In practice you only need this for kernels, as the compiler can already partition plain JAX code by itself.
 """

@@ -16,7 +16,7 @@ from .._checked import checked
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# a jaxpr with its constants (JAX 0.10 has a separate class for this; later versions use the same class)
+# A jaxpr with its constants. (JAX 0.10 has a separate class for this, but later versions don't.)
 _Closed = Any
 
 

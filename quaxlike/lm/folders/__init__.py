@@ -1,1 +1,1 @@
-"""Reads configurations and accompanying files in checkpoint folders, and replaces them atomically."""
+"""Tools for reading the files in checkpoint folders, and for replacing them atomically."""

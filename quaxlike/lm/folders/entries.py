@@ -1,4 +1,4 @@
-"""Warns about configuration entries that we don't use, but that might have an effect."""
+"""Warnings about configuration entries that we don't use, but that might have an effect."""
 
 import re
 import warnings

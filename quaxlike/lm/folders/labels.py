@@ -1,4 +1,4 @@
-"""Converts between the labels of a classifier and the entries of `config.json`."""
+"""Conversion between the labels of a classifier and the entries of `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping

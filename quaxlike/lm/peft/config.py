@@ -1,4 +1,4 @@
-"""Parses the `adapter_config.json` that PEFT writes."""
+"""Parsing of the `adapter_config.json` that PEFT writes."""
 
 import re
 import warnings

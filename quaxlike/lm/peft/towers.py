@@ -1,4 +1,4 @@
-"""Loads just the decoder part of an adapter that was trained on a multimodal model."""
+"""Support for loading just the decoder part of an adapter that was trained on a multimodal model."""
 
 import warnings
 from collections.abc import Iterator
