@@ -433,7 +433,7 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
-    """The inverse of `_encode`. `get` returns a tensor given its name, and is also used to look up the base.
+    """The inverse of `_encode`. `get` returns a tensor given its name. It is also used to look up the base.
 
     Raises `ValueError` if a node wasn't produced by `_encode`, or if a value is inconsistent.
     """

@@ -115,7 +115,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     no shape was specified then we have no way of detecting this, and `materialize()` is called with the
     stacked fields.
 
-    The following can be passed as class keyword arguments, and are inherited by subclasses:
+    The following can be passed as class keyword arguments. They are inherited by subclasses.
 
     - `commute_ops`: whether to try the handlers of a commutative primitive (`add`, `mul`, `max`, ...) with
         swapped operands as well. Default: True.

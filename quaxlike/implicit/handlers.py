@@ -88,9 +88,9 @@ def register(
     - A [`quaxlike.RuleWarning`][] is also raised if a handler can never match (because it accepts a parameter
         of the primitive by position), or if it replaces another handler for the same types.
     - The handler might be passed the primitive as its first argument even without the corresponding
-        annotation. This happens if the first parameter is called `primitive` or `prim`, and is annotated with
-        `Any` or not at all. It also happens if the first parameter has another name and no annotation, and
-        there is one more parameter than there are operands.
+        annotation. This happens if the first parameter is called `primitive` or `prim` and is either
+        annotated with `Any` or not annotated at all. It also happens if the first parameter has another name
+        and no annotation, and there is one more parameter than there are operands.
     - If a parameter is annotated with a sequence (`Sequence[T | jax.Array]`), then it receives a list of all
         remaining operands.
     - A handler is allowed to set the `dtype` of any ImplicitArrays amongst its operands, as these are copies.

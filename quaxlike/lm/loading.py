@@ -197,7 +197,7 @@ def save(
 
     **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
     unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a
-    file to be copied is not a regular file, or links to outside of `source` (other than into a Hugging Face
+    file to be copied is not a regular file, or links to outside `source` (other than into a Hugging Face
     cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. If
     an error is raised, then nothing has been written.
 
@@ -532,8 +532,8 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _matrices_of(stack: Any, count: int) -> list[Any]:
-    """The inverse of `_joined`. Splits a stack into `count` matrices, each of which has some of the rows for
-    each expert.
+    """The inverse of `_joined`. Splits a stack into `count` matrices, each of which has some of the rows of
+    one expert.
     """
     experts, rows = stack.shape[:2]
     size = rows * experts // count

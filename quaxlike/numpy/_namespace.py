@@ -1,7 +1,7 @@
 """A mirror of a module, whose functions are quaxified the first time they are accessed.
 
-Note that we always look up names in the installed version of JAX, rather than listing them here. This means
-that a new JAX release can't make this out of date, and it also keeps `import quaxlike.numpy` fast.
+We look up names in the installed version of JAX rather than listing them here. This means that a new JAX
+release can't make this out of date, and that `import quaxlike.numpy` stays fast.
 """
 
 import functools

@@ -216,7 +216,7 @@ def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _reshape(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Splits each axis into factors, and then merges these factors into the new axes."""
+    """Splits each axis into factors and then merges these factors into the new axes."""
     if places[0] is None or eqn.params.get("dimensions") is not None:
         return None
     factors: list[Any] = []  # each item is a digit, or the size of an axis that the argument doesn't have

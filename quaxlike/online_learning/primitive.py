@@ -30,7 +30,7 @@ class ETPPrimitive(DefinedPrimitive):
 
     You can create one of these using [`register_primitive`][quaxlike.online_learning.register_primitive].
     Each primitive computes an output y from an input x and some weights. A learner looks for these primitives
-    in the step of a recurrent network, and uses their rules to propagate traces and to compute gradients.
+    in the step of a recurrent network. It then uses their rules to propagate traces and compute gradients.
     Each rule is stored in a slot with the same name.
     """
 

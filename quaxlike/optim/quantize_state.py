@@ -58,7 +58,7 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Quantises the moments of an optimiser. Each update materialises them, and then quantises the new
+    """Quantises the moments of an optimiser. Each update materialises them and then quantises the new
     moments.
 
     With 8 bits, this reduces the memory needed for the state of AdamW to about a quarter.
@@ -80,9 +80,9 @@ def quantize_state(
         `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
     - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
     - `min_size`: arrays with fewer elements than this aren't quantised. Defaults to 4096.
-    - `moments`: a mapping that adds or overrides fields. Keys are either fields, or classes and fields
-        (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None to not
-        quantise the field. Defaults to none.
+    - `moments`: a mapping that adds or overrides fields. Keys are either fields (`"velocity"`) or classes
+        with fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None
+        to not quantise the field. Defaults to none.
     - `stochastic`: whether to use stochastic rounding. This is unbiased, so that even changes of less than
         half a step have an effect on average. Defaults to False.
     - `seed`: the seed for stochastic rounding. Defaults to 0.

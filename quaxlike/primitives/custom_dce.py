@@ -200,8 +200,7 @@ def _call(
     """Calls a `custom_dce` function whilst it is being traced."""
     arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
     # By the time the rule is called this trace has ended, so turn the tracers in its closure into operands.
-    # (We don't have to do this for the function itself, as any tracers in its closure are found when it is
-    # traced below.)
+    # (We don't have to do this for the function itself, as it is traced below.)
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)

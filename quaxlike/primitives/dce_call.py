@@ -1,4 +1,4 @@
-"""The primitive behind `custom_dce`. It calls a jaxpr, and has a rule for computing only some of the results.
+"""The primitive behind `custom_dce`. It calls a jaxpr and has a rule for computing only some of the results.
 
 Every transform produces an equation with the same primitive, and with the transformed jaxpr and rule. (If we
 didn't do this then the rule would be lost under `vmap` or `grad`.) The derivative is a separate equation, so
@@ -22,7 +22,7 @@ from .forms import is_zero, merge, split, symbolic_tangents, zero_tangent
 
 Used = tuple[bool, ...]
 Narrowed = tuple[Any, Used]
-"""A closed jaxpr that computes the used results, and a mask of which operands it requires."""
+"""A closed jaxpr that computes the used results, together with a mask of which operands it requires."""
 
 Rule = Callable[[Used], Narrowed]
 """A function that computes some of the results, given which of them are used."""

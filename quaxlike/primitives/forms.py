@@ -1,8 +1,8 @@
 """The forms of a primitive, which are derived from (and computed by) its parent.
 
 A form is a static parameter of a derived primitive. It specifies how the operands and results of the derived
-primitive are related to those of its parent, and evaluates the derived primitive using the implementation of
-the parent.
+primitive are related to those of its parent. It also evaluates the derived primitive, using the
+implementation of the parent.
 """
 
 import dataclasses

@@ -116,8 +116,7 @@ class DefinedPrimitive(Primitive):
 
     **Attributes:**
 
-    - `root`: the primitive that this was ultimately derived from. This is the primitive itself if it wasn't
-        derived from anything.
+    - `root`: the primitive that this was ultimately derived from. This might be the primitive itself.
     - `parent`: the primitive that this is a form of, or None if it wasn't derived from anything.
     - `form`: either `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it wasn't derived from anything.
     - `impl_fn`: the implementation of the root.
@@ -151,8 +150,7 @@ class DefinedPrimitive(Primitive):
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
         # JAX caches traces by the function object and the static arguments. So trace these methods, and not a
-        # closure over the parameters, because a new closure would be a different object every time and so
-        # would never be found in the cache.
+        # closure over the parameters, as a new closure would never be found in the cache.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)

@@ -316,7 +316,7 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """Converts an array or a Value to a form that can be sharded, and computes the specs for it.
+    """Returns an array or a Value in a form that can be sharded, together with the specs for it.
 
     The arrays can be `jax.ShapeDtypeStruct`s. Raises `ValueError` if they can't be divided evenly.
     """

@@ -116,7 +116,7 @@ def _named(programs: Programs) -> dict[str, Program]:
 
 
 class _Runner:
-    """Runs programs on both the value and its materialised array, and compares the results."""
+    """Runs programs on both the value and its materialised array, then compares the results."""
 
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject

@@ -54,7 +54,7 @@ def check_program(
     - `"non-linear"`: the product of two leaves. This doesn't have any rules, so primitives materialise it.
     - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape is therefore different from
         that of the array. This doesn't have any rules either.
-    - `"half precision"`: wraps a bfloat16 array, and is compared with an array of the same dtype. It is also
+    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is also
         a failure if the function returns different values for this array than for the original one because it
         takes a different code path.
 
@@ -281,7 +281,7 @@ class _Plain:
 
 
 class _Tester:
-    """Runs the function on each kind of Value in turn, and compares the results."""
+    """Runs the function on each kind of Value in turn, then compares the results."""
 
     def __init__(
         self,

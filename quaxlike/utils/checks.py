@@ -52,12 +52,12 @@ def is_traced(x: Any) -> bool:
 def no_jax_tracing(fn: _F) -> _F:
     """Wraps a function so that it raises an error when called with traced values.
 
-    This is useful for functions that have side effects, which under `jax.jit` would only happen once, whilst
-    the function is being traced.
+    This is useful for functions that have side effects, as under `jax.jit` these would only happen once,
+    during tracing.
 
     Every leaf of the arguments is checked. Tracers can also be smuggled in by closing over them, so we also
     check everything that the function has captured (through closures, defaults, `functools.partial` and bound
-    methods), and then do the same for any functions that are passed as arguments.
+    methods), and do the same for any functions amongst the arguments.
 
     **Arguments:**
 

@@ -20,8 +20,7 @@ _C = TypeVar("_C", bound=type[Any])
 _MISSING = dataclasses.MISSING
 _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
 
-# Every class made by `dataclass`. We can hold strong references to these classes, because the JAX pytree
-# registry keeps them alive anyway.
+# Every class made by `dataclass`. (The JAX pytree registry keeps these alive anyway.)
 _made: set[type[Any]] = set()
 
 
@@ -87,8 +86,7 @@ def lens_field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> LensField[_T]:
-    """Declares a [`LensField`][quaxlike.utils.LensField] of a dataclass. You only need this if the field
-    needs options; otherwise annotating it as `LensField[T]` is enough.
+    """Declares a [`LensField`][quaxlike.utils.LensField] of a dataclass.
 
     **Arguments:**
 
@@ -297,8 +295,8 @@ def _register(cls: type[Any]) -> None:
         try:
             return get_children(obj), (children, static, get_static(obj))
         except AttributeError:
-            # Some of the fields might not be set. For example this happens if `__post_init__` was skipped, or
-            # if we flatten the object before `__post_init__` has run.
+            # Some of the fields might not be set, for example because `__post_init__` was skipped or hasn't
+            # run yet.
             some_children = tuple(name for name in children if hasattr(obj, name))
             some_static = tuple(name for name in static if hasattr(obj, name))
             structure = (some_children, some_static, _getter(some_static)(obj))

@@ -63,7 +63,7 @@ class Lens(Generic[_S, _T]):
         """Composes this lens with another lens, or with a function that looks up attributes and items.
 
         `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same lens as `Model.mlp.layers[0]`. The difference
-        is that type checkers can infer the type of the former.
+        is that type checkers can infer its type.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -75,7 +75,7 @@ class Lens(Generic[_S, _T]):
 
     def __getattr__(self, name: str) -> Lens[_S, Any]:
         # Python and notebooks look up names like `__array__` and `_repr_html_` to find out what an object
-        # supports. Returning a lens for these would make it look as if we supported everything.
+        # supports. Don't return lenses for these, because it would look as if we supported everything.
         if name.startswith("_"):
             raise AttributeError(name)
         return Lens(self._root, (*self._path, GetAttrKey(name)))

@@ -21,8 +21,7 @@ _T = TypeVar("_T")
 def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
     """Returns whether each item of `a` is in `b`. This is like `jnp.isin`, but uses a lookup table.
 
-    The table takes time and memory proportional to `a.size + b.size + max_item`. In practice this makes it a
-    good choice for small integers such as token ids.
+    The table takes time and memory proportional to `a.size + b.size + max_item`.
 
     **Arguments:**
 
@@ -211,8 +210,8 @@ def _opaque(x: jax.Array) -> jax.Array:
 
     In particular LLVM would do this under fast-math. We can't use `lax.optimization_barrier` as that has
     already been removed at this point (in JAX 0.10). As a workaround, we replace the bit pattern for one
-    particular NaN by a different NaN. This is a no-op for our purposes, but there isn't a floating-point rule
-    that would allow a compiler to remove it.
+    particular NaN by a different NaN. (There isn't a floating-point rule that would allow a compiler to
+    remove this.)
     """
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)

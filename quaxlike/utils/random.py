@@ -17,8 +17,7 @@ _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 @checked
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
-    """Returns an infinite iterator of random keys. This is an easier-to-use alternative to splitting keys by
-    hand.
+    """Returns an infinite iterator of random keys.
 
     Counting from zero, item `n` is equal to `fold_in(k, n)` for each `k` in `split(rng, prod(shape))`, and is
     then reshaped to `shape`. In particular it depends only on `rng`, `shape` and `n`. Keys are computed

@@ -113,7 +113,7 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
         if not isinstance(node, HasScatterArgs) or treedef_is_leaf(jax.tree.structure(node)):
             return _set_leaf(path, node, new, idxs, args)
         # `map_with_path` has already matched this node with its counterpart. This must only happen once, so
-        # we continue with its children rather than calling `map_with_path` on the node again.
+        # continue with its children.
         passed = cast(ScatterArgs, {**node.scatter_args, **args})
 
         def child(at: Any, inner: Any, new: Any) -> Any:

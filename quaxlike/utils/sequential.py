@@ -61,8 +61,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
-        # Turn any closed-over values into operands. (Otherwise the values wouldn't be visible to transforms,
-        # as these only look at the operands of a primitive.)
+        # Turn any closed-over values into operands. (Transforms only look at the operands of a primitive.)
         opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
             lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)

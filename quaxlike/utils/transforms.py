@@ -348,8 +348,7 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
     **Raises:**
 
     - `NotImplementedError`: if the derivative passes through
-        [`non_differentiable`][quaxlike.utils.non_differentiable]. This is raised straight away, rather than
-        when you call `jvp`.
+        [`non_differentiable`][quaxlike.utils.non_differentiable].
 
     !!! example
 

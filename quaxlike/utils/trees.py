@@ -335,8 +335,8 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
-    """Maps a function over arrays, such that any errors mention the name of the function and the path to the
-    leaf.
+    """Maps a function over arrays. If this raises an error, then its message mentions the name of the
+    function and the path to the leaf.
     """
     if not trees:
         raise TypeError(f"{name} needs at least one tree, found none.")

@@ -35,8 +35,8 @@ _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 def companion_files(folder: Path) -> dict[str, Path]:
     """Returns the files that accompany the weights in a checkpoint, keyed by name.
 
-    **Raises:** `CheckpointError` if one of them isn't a regular file, or is a link to somewhere outside the
-    folder (except for links into a Hugging Face cache).
+    **Raises:** `CheckpointError` if one of them isn't a regular file, or if it is a link to somewhere outside
+    the folder (other than into a Hugging Face cache).
     """
     base = Path(os.path.realpath(folder))
     roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]

@@ -2,8 +2,8 @@
 
 File systems don't have a way of replacing two files atomically. So instead, we first write the new
 configuration next to the old one, with a filename that contains the hash of the new tensors. It takes effect
-as soon as the tensors have been written, and is then renamed. This means that readers can find the right
-configuration for the tensors at every point in between, even if the process is killed.
+as soon as the tensors have been written, at which point we rename it. This means that readers can find the
+right configuration for the tensors at every point in between, even if the process is killed.
 """
 
 import hashlib

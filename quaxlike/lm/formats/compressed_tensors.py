@@ -272,8 +272,8 @@ _MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
 def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Reads masked weights. These are returned as block arrays if they are 8-bit, and as plain arrays
-    otherwise.
+    """Reads masked weights. If these are 8-bit then they are returned as block arrays. Otherwise they are
+    returned as plain arrays.
     """
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):

@@ -149,7 +149,7 @@ class StoredLayer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads floating-point scales, and checks that they are finite."""
+        """Reads floating-point scales and checks that they are finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.error(suffix, "has scales that are not finite")

@@ -144,8 +144,7 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """Finds stacks of experts for which each expert has its own adapter, and returns the corresponding
-    layers.
+    """Returns the layers that correspond to stacks of experts, if each of their experts has its own adapter.
 
     `stacks` maps names in the file to names in the model, and `tensors_of` maps names in the model to the
     tensors in the published checkpoint.

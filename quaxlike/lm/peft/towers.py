@@ -38,7 +38,8 @@ def tower_in(file: Any) -> Tower | None:
 
 
 def leave_out_other_parts(file: Any) -> None:
-    """Removes any adapters for other parts of a multimodal model, and issues a warning if there were any.
+    """Removes any adapters for other parts of a multimodal model. If there were any then this issues a
+    warning.
 
     **Raises:** `CheckpointError` if this doesn't leave any adapters.
     """
