@@ -1,4 +1,4 @@
-"""Saves models containing Values to safetensors files, and loads them again."""
+"""Safetensors files for models that contain Values."""
 
 from .errors import CheckpointError
 from .safetensors import load, load_adapters, save, save_adapters

@@ -1,7 +1,7 @@
 """Parsing of JSON from untrusted files, with bounds on its size and nesting.
 
-Python's parser can use about 20 times as much memory as the input, and recurses into nested lists. Without
-any bounds, even a small file could therefore exhaust memory or overflow the stack.
+Python's parser can use about 20 times as much memory as the input, and it recurses into nested lists. This
+means that without any bounds, even a small file could exhaust memory or overflow the stack.
 """
 
 import json
@@ -11,21 +11,21 @@ from typing import Any
 from .errors import file_error
 from .open_file import OpenFile, check_regular
 
-_MAX_BYTES = 64 << 20  # far larger than any configuration or index
-_MAX_LEVELS = 64  # maximum nesting of lists and objects, to avoid overflowing Python's stack
+_MAX_BYTES = 64 << 20  # in practice configurations and indices are far smaller than this
+_MAX_LEVELS = 64  # the maximum nesting of lists and objects, so that we don't overflow Python's stack
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     """Parses a JSON object from untrusted bytes. Error messages refer to it as `what` in the file `path`.
 
-    **Raises:** `CheckpointError` if this is not a JSON object, has duplicate names, or would require much
-    more memory than the input itself.
+    **Raises:** `CheckpointError` if this isn't a JSON object, if it has duplicate names, or if it would
+    require much more memory than the input itself.
     """
     return _of_kind(path, _parsed(path, text, what), what, dict)
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
-    """As `read_json`, but reads a file. Raises `FileNotFoundError` unless this is a regular file."""
+    """Like `read_json`, but for a file. Raises `FileNotFoundError` unless this is a regular file."""
     return _of_kind(path, _parsed_file(path, what), what, dict)
 
 
@@ -59,8 +59,9 @@ def _parsed_file(path: Path, what: str) -> Any:
 def _parsed(path: Path, text: bytes | str, what: str) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        text.encode()  # raises an error for lone surrogates
-        # An empty list is only three characters long, but takes up 64 bytes of memory.
+        text.encode()  # this raises an error for lone surrogates
+        # For example, an empty list is only three characters long (with its comma), but takes up 64 bytes of
+        # memory.
         containers = text.count("[") + text.count("{")
         if containers > 10_000 + len(text) // 8:
             raise ValueError(f"{containers:,} lists and objects are too many for {len(text):,} characters")

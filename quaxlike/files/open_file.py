@@ -1,8 +1,8 @@
-"""A file that is kept open, so that everything is read from the same version.
+"""A file that is kept open, so that everything is read from the same version of it.
 
-Tensors are loaded lazily, often long after reading the header. If the file is overwritten in between, then
-the offsets in the header no longer refer to the right data. We therefore check the file's size and
-modification time on every read.
+Tensors are loaded lazily, which is often long after we have read the header. If somebody overwrites the file
+in between, then the offsets in the header no longer refer to the right data. To detect this, we check the
+size and modification time of the file on every read.
 """
 
 import os
@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import CheckpointError, file_error
 
-_TICK = 20_000_000  # nanoseconds; the timestamps of file systems have a resolution of up to 10 ms
+_TICK = 20_000_000  # nanoseconds; file systems have timestamps with a resolution of up to 10 ms
 _MAX = 1 << 30  # bytes per system call
 _lock = threading.Lock()
 
@@ -23,8 +23,8 @@ _lock = threading.Lock()
 class OpenFile:
     """A file that is open for reading.
 
-    If the path is replaced by another file, then we continue to read from the original file. If the file
-    itself is modified, then reading from it raises an error.
+    If the path is replaced by another file, then we keep reading from the original file. If the file itself
+    is modified, then reading from it raises an error.
 
     **Attributes:**
 
@@ -40,13 +40,16 @@ class OpenFile:
         self.path = path
         self.file = open(path, "rb")  # noqa: SIM115 (closed with the last reference)
         weakref.finalize(self, self.file.close)
-        if 0 <= time.time_ns() - self._now()[1] < _TICK:  # a later change might not update the timestamp
+        # Without waiting, a later change might not update the timestamp.
+        if 0 <= time.time_ns() - self._now()[1] < _TICK:
             time.sleep(_TICK / 1e9)
         self._state = self._now()
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Reads the bytes of the entry `name`. Raises `CheckpointError` if the file has been modified."""
+        """Reads the bytes of the entry called `name`. Raises `CheckpointError` if the file has been
+        modified.
+        """
         parts, end = [], offset + nbytes
         while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
@@ -55,13 +58,15 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Memory-maps an array. As with `read`, raises an error if the file was modified before this call."""
+        """Memory-maps an array. Just like `read`, this raises an error if the file has already been
+        modified.
+        """
         self._check(name)
-        with _lock:  # NumPy moves the file position
+        with _lock:  # `memmap` moves the file position
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Returns whether the path still refers to the file that was opened."""
+        """Returns whether the path still refers to the file that we opened."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -91,14 +96,16 @@ def foreign(file: OpenFile, kind: str) -> CheckpointError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for pipes, devices and folders, since reading them could block forever."""
+    """Raises `FileNotFoundError` for pipes, devices and folders, because reading from these could block
+    forever.
+    """
     if not path.is_file():
         problem = "is not a regular file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {problem}.")
 
 
 def _read_at(descriptor: int, count: int, offset: int) -> bytes:
-    if hasattr(os, "pread"):  # safe with both threads and forks
+    if hasattr(os, "pread"):  # unlike seeking, this is safe with both threads and forks
         return os.pread(descriptor, count, offset)
     with _lock:
         os.lseek(descriptor, offset, os.SEEK_SET)

@@ -1,4 +1,4 @@
-"""Serialisation of whole models, including Values, as safetensors files."""
+"""`save` and `load`, which store whole models (including any Values they contain) as safetensors files."""
 
 import dataclasses
 import functools
@@ -44,22 +44,23 @@ _Types = Mapping[str, type]
 
 @checked
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Saves all of a model's arrays (plain, quantised, adapted or sparse) under their dotted names.
+    """Saves all arrays in a model (plain, quantised, adapted or sparse) under their dotted names.
 
-    Everything else that makes up the model (its structure, functions and numbers) must be recreated in code
-    when loading. Plain arrays are saved as ordinary tensors, which any safetensors library can read. All
-    other arrays are saved as one tensor per part, with a manifest in the header that describes how to
-    reassemble them. If any weights are quantised, then the header includes a `recipe` for
-    `quaxlike.quantize.from_file`. The file is written atomically, and its contents are deterministic.
+    Note that *only* arrays are saved. Everything else that makes up the model (its structure, functions and
+    numbers) must be recreated in code when loading. Plain arrays are saved as ordinary tensors, which means
+    that any safetensors library can read them. All other arrays are saved as one tensor per part, with a
+    manifest in the header that describes how to reassemble them. If any weights are quantised, then the
+    header includes a `recipe` for `quaxlike.quantize.from_file`. The file is written atomically and its
+    contents are deterministic.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `model`: any pytree.
-    - `types`: any custom classes in the model, in addition to those provided by quaxlike. These must be
-        dataclasses, such as subclasses of `quaxlike.ArrayValue`.
+    - `types`: any custom classes that appear in the model, in addition to the ones provided by quaxlike.
+        These must be dataclasses, such as subclasses of `quaxlike.ArrayValue`.
 
-    **Raises:** `CheckpointError` if a value can't be saved, in which case no file is written.
+    **Raises:** `CheckpointError` if a value can't be saved. In this case no file is written.
 
     !!! example
 
@@ -81,7 +82,8 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 def stored(
     path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Returns the tensors for some named arrays, and a header describing their types and quantisation.
+    """Returns the tensors for some named arrays, together with a header that describes their types and
+    quantisation.
 
     **Raises:** `CheckpointError` if a value can't be saved.
     """
@@ -116,10 +118,10 @@ def stored(
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Loads a file written by `save`, or any safetensors file whose names match those of the model.
+    """Loads a file written by `save`, or any other safetensors file whose names match those of the model.
 
-    The file determines the types of arrays, whereas `like` determines their shapes and dtypes. For example, a
-    file containing quantised weights can be loaded into the original, unquantised model.
+    The types of arrays are determined by the file, and their shapes and dtypes by `like`. For example, this
+    means that you can load a file containing quantised weights into the original, unquantised model.
 
     **Arguments:**
 
@@ -128,12 +130,12 @@ def load(
     - `like`: a model with the same structure, whose arrays can be `jax.ShapeDtypeStruct`s (see
         `eqx.filter_eval_shape`).
     - `types`: as for `save`.
-    - `strict`: whether to raise an error for arrays in the file that aren't in the model. Defaults to True.
+    - `strict`: whether to raise an error if the file has arrays that aren't in the model. Defaults to True.
 
     **Returns:** `like` with its arrays replaced by those in the file.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the checkpoint is damaged,
-    was saved by an unknown version, or does not match the model. The error message includes the file and the
+    **Raises:** `FileNotFoundError` if `path` doesn't exist. `CheckpointError` if the checkpoint is damaged,
+    was saved by an unknown version, or doesn't match the model. The error message includes the file and the
     array.
     """
     tensors = open_tensors(path)
@@ -156,7 +158,8 @@ def load(
             shape, dtype = tuple(found.shape), found.dtype
         except CheckpointError:
             raise
-        except Exception as error:  # given inconsistent values, a type could raise any kind of error
+        # If the file has inconsistent values then a type could raise any kind of error.
+        except Exception as error:
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
             raise tensors.error(
@@ -174,11 +177,12 @@ def load(
 
 @checked
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Saves only a model's adapters, without their base weights.
+    """Saves only the adapters in a model, without the weights that they are applied to.
 
     The file contains all parts of each adapter, along with any other arrays that are trained directly. The
-    base is only included if it is trained as well (`gradients="train"` or [`quaxlike.train_scales`][]). For
-    software that only supports LoRA, use [`quaxlike.lm.peft.save_adapter`][] instead.
+    base weights are only included if they are trained as well (`gradients="train"` or
+    [`quaxlike.train_scales`][]). If you need a file for software that only supports LoRA, then use
+    [`quaxlike.lm.peft.save_adapter`][] instead.
 
     **Arguments:**
 
@@ -186,8 +190,9 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
     - `model`: a model with adapters, such as the output of [`quaxlike.adapt`][].
     - `types`: any custom classes, as for `save`.
 
-    **Raises:** `ValueError` if the model has no adapters, or if an initialisation moved part of a weight into
-    an adapter, in which case you must save the whole model. `CheckpointError` if a value can't be saved.
+    **Raises:** `ValueError` if the model doesn't have any adapters, or if an initialisation has moved part of
+    a weight into an adapter, in which case you must save the whole model. `CheckpointError` if a value can't
+    be saved.
 
     !!! example
 
@@ -217,12 +222,13 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
 
 @checked
 def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
-    """Loads a file written by `save_adapters`, and applies the adapters to a model.
+    """Loads a file written by `save_adapters` and applies the adapters to a model.
 
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model before adaptation. Its weights can be of a different type, e.g. quantised to 4 bits.
+    - `model`: the model without adapters. It's fine for its weights to be of a different type than when
+        saving, e.g. quantised to 4 bits.
     - `types`: any custom classes, as for `save_adapters`.
 
     **Returns:** the adapted model.
@@ -255,7 +261,8 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
             shape = tuple(found.shape)
         except CheckpointError:
             raise
-        except Exception as error:  # given inconsistent values, a type could raise any kind of error
+        # If the file has inconsistent values then a type could raise any kind of error.
+        except Exception as error:
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if not isinstance(found, AdaptedArray):
             raise tensors.error(name, f"expected an adapter; found {type(found).__name__}")
@@ -268,7 +275,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
 
 
 class _Base:
-    """Placeholder for the base of an adapter, for files that don't include the base."""
+    """A placeholder for the base of an adapter. This is used for files that don't include the base."""
 
 
 _BASE: Any = _Base()
@@ -283,8 +290,8 @@ def _without_base(x: AdaptedArray) -> AdaptedArray:
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
     """Finds the Values in a file that was written by `save`.
 
-    Returns a dict from names to functions that read the Value, and the set of tensors that the Values consist
-    of.
+    Returns a dict from names to functions that read the Value, and the set of all tensors that these Values
+    consist of.
     """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
@@ -297,7 +304,8 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
     def read(name: str) -> Any:
         try:
             return _decode(nodes[name], known, functools.partial(_tensor, tensors))
-        except Exception as error:  # given inconsistent values, a type could raise any kind of error
+        # If the file has inconsistent values then a type could raise any kind of error.
+        except Exception as error:
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
     names_in(nodes)
@@ -326,7 +334,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
-    dtypes = manifest.get("dtypes", {})  # missing in older files
+    dtypes = manifest.get("dtypes", {})  # files written by older versions don't have this
     if not isinstance(dtypes, dict):
         raise tensors.error("dtypes", "the manifest must hold an object here")
     for name, dtype in dtypes.items():
@@ -336,7 +344,9 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
 
 
 def _if_later(tensors: Tensors) -> str:
-    """Returns a suffix for error messages if the file was written by a later version of quaxlike."""
+    """Returns a suffix for error messages, which is only nonempty if the file was written by a later version
+    of quaxlike.
+    """
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
 
@@ -373,7 +383,7 @@ _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 def _shipped_types() -> _Types:
     """Returns all types in `quaxlike.arrays` and `quaxlike.adapters`, and in their parts, keyed by name.
 
-    This imports all of their modules, since the file could contain types that haven't been imported yet.
+    This imports all of their modules, because the file could contain types that haven't been imported yet.
     """
     names = [
         module.name
@@ -423,7 +433,7 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
-    """The inverse of `_encode`. `get` returns either a tensor, given its name, or the base.
+    """The inverse of `_encode`. `get` returns a tensor given its name. It is also used to look up the base.
 
     Raises `ValueError` if a node wasn't produced by `_encode`, or if a value is inconsistent.
     """
@@ -466,7 +476,7 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     older = cls.older_switches if issubclass(cls, GradientsArray) else ()
     given = {n: _decode(node, types, get) for n, node in fields.items() if n in known or n in older}
     given = cls.without_switches(given) if older else given
-    if issubclass(cls, AdaptedArray):  # these numbers were static fields prior to version 0.2
+    if issubclass(cls, AdaptedArray):  # prior to version 0.2 these numbers were static fields
         given |= {n: number(given[n]) for n in cls.numbers if given.get(n) is not None}
     for name, field in known.items():
         if name not in given and field.default is not dataclasses.MISSING:
@@ -474,7 +484,8 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     unknown = set(fields) - {*known, *older}
     if differing := ", ".join(sorted((set(known) ^ set(given)) | unknown)):
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
-    # As when unflattening a pytree, don't call `__init__`, since its parameters can differ from the fields.
+    # Just like when unflattening a pytree, don't call `__init__`, because its parameters might be different
+    # from the fields.
     value = object.__new__(cls)
     for name, x in given.items():
         object.__setattr__(value, name, x)

@@ -1,9 +1,9 @@
-"""Support for the safetensors format: either a single file, or several files with an index.
+"""Support for the safetensors format, as either a single file or several files with an index.
 
-Headers are untrusted. We check every offset against the size of the file, and require that the tensors
-exactly cover the data, so that no entry can read past the end of the file or alias another tensor.
+Headers are untrusted. So we check every offset against the size of the file, and require that the tensors
+exactly cover the data. This ensures that no entry can read past the end of the file or alias another tensor.
 
-Source: the format's specification, <https://huggingface.co/docs/safetensors>.
+Source: the format specification, <https://huggingface.co/docs/safetensors>.
 """
 
 import json
@@ -34,7 +34,7 @@ __all__ = [
     "write_to",
 ]
 
-# In the same order as the reference implementation, which sorts tensors by decreasing alignment.
+# These are in the same order as in the reference implementation, which sorts tensors by decreasing alignment.
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype) for name, dtype in {
         "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -62,16 +62,17 @@ class TensorInfo(NamedTuple):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """A mapping from names to the tensors of a checkpoint. Only headers are kept in memory.
+    """A mapping from names to the tensors in a checkpoint. We only keep the headers in memory.
 
-    Each tensor is read from disk when it is looked up.
+    Each tensor is read from disk when you look it up.
 
     **Attributes:**
 
     - `path`: the file or folder that was opened.
     - `info`: the dtype, shape and offset of each tensor.
-    - `metadata`: the string-valued entries of the header. For sharded checkpoints, that of the first file.
-    - `unlisted`: the names of any tensors that a sharded checkpoint's index does not list.
+    - `metadata`: the string-valued entries of the header. For sharded checkpoints, these are from the first
+        file.
+    - `unlisted`: the names of any tensors that aren't listed in the index of a sharded checkpoint.
     - `files`: the underlying files, which are kept open.
     """
 
@@ -90,7 +91,7 @@ class Tensors(Mapping[str, np.ndarray]):
         self.files = tuple(files)
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
-        """Creates an error whose message includes this file and a tensor or other entry."""
+        """Creates an error whose message mentions this file and a tensor (or some other entry)."""
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:
@@ -105,13 +106,13 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Memory-maps a tensor, so that only the parts which are used are read from disk."""
+        """Memory-maps a tensor, so that we only read those parts from disk that are actually used."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
         return info.file.mapped(info.offset, info.dtype, info.shape, name)
 
-    def __contains__(self, name: object) -> bool:  # without reading the tensor
+    def __contains__(self, name: object) -> bool:  # the default implementation would read the tensor
         return name in self.info
 
     def __iter__(self) -> Iterator[str]:
@@ -146,7 +147,8 @@ def write_tensors(
 ) -> None:
     """Atomically writes tensors to a file.
 
-    The output is deterministic, and byte-for-byte identical to that of the reference implementation.
+    The output is deterministic. In fact, it is byte-for-byte identical to what the reference implementation
+    would write.
     """
     path = Path(path)
     with replacing(path) as file:
@@ -187,7 +189,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """Converts `array` to a JAX array, unless JAX would truncate it from 64 to 32 bits."""
+    """Converts `array` to a JAX array, except if JAX would truncate it from 64 to 32 bits."""
     return from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -236,10 +238,10 @@ def _open_index(file: OpenFile) -> Tensors:
 
 
 def _is_plain_name(file: str) -> bool:
-    """Returns whether `file` is just a filename, with no folders, on every operating system."""
+    """Returns whether `file` is just a filename, without any folders, on every operating system."""
     try:
         is_short = len(file.encode()) <= 255
-    except UnicodeEncodeError:  # contains a lone surrogate
+    except UnicodeEncodeError:  # it contains a lone surrogate
         return False
     return is_short and file not in ("", ".", "..") and not set(file) & set("/\\:\0")
 
@@ -263,7 +265,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
         raise file_error(path, _METADATA, "must map names to text")
     try:
         "".join([*header, *metadata, *metadata.values()]).encode()
-    except UnicodeEncodeError as error:  # contains a lone surrogate
+    except UnicodeEncodeError as error:  # it contains a lone surrogate
         raise file_error(path, None, f"the header is not JSON: {error}") from None
     data = size - 8 - length
     info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
@@ -299,7 +301,7 @@ def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) ->
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
-    """Checks that tensors do not overlap, and that every byte belongs to a tensor."""
+    """Checks that tensors don't overlap, and that every byte belongs to some tensor."""
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -313,7 +315,7 @@ def are_sizes(x: Any) -> TypeGuard[list[int]]:
     """Returns whether `x` is a valid shape. NumPy supports up to 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
-    return math.prod(n for n in x if n) < 2**63  # like NumPy, ignore axes of size 0
+    return math.prod(n for n in x if n) < 2**63  # just like NumPy, ignore axes of size 0
 
 
 def _is_interval(x: Any) -> bool:

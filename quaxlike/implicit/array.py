@@ -1,8 +1,8 @@
-"""`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred.
+"""`ImplicitArray`, whose shape and dtype can be specified, computed, or inferred from `materialize()`.
 
-`materialize` and handlers are written for a single array, so they must never be called with a stack of arrays
-(as created by `jax.vmap` or a scan), which has an extra batch axis. If a shape was specified then it is that
-of a single item, so we use this to detect stacks, and then map over them.
+Users write `materialize` and handlers for a single array, so these must never be called with a stack of
+arrays (as created by `jax.vmap` or a scan), which has an extra batch axis. If a shape was specified then it
+always refers to a single item. We use this to detect stacks and then map over them.
 """
 
 import abc
@@ -37,29 +37,32 @@ from .trees import fields
 
 
 class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
-    """The common type of `jax.Array` and every `ImplicitArray`."""
+    """The common base class of `jax.Array` and every `ImplicitArray`, for use in `isinstance` checks."""
 
 
 OriginArray.register(jax.Array)
-OrginArray = OriginArray  # as eformer spells it
+OrginArray = OriginArray  # this is how eformer spells it
 
 
 class UninitializedAval(Exception):
-    """Raised if the shape or dtype of an ImplicitArray was not specified, and can't be inferred."""
+    """Raised if the shape or dtype of an ImplicitArray wasn't specified and can't be inferred either."""
 
 
 def aux_field(**kwargs: Any) -> Any:
-    """Declares a static field. It must be hashable.
+    """Declares a static field, whose value must be hashable.
 
     **Arguments:** as for `equinox.field`.
     """
-    if kwargs.get("metadata", ...) is None:  # the default of `dataclasses.field`
+    # This is the default of `dataclasses.field`, but Equinox doesn't accept it.
+    if kwargs.get("metadata", ...) is None:
         kwargs.pop("metadata")
     return eqx.field(static=True, **kwargs)
 
 
 class _ImplicitMeta(type(ArrayValue)):
-    """Accepts `shape=` and `dtype=` besides the fields, and checks them against `materialize`."""
+    """A metaclass that makes every constructor accept `shape=` and `dtype=` in addition to the fields. Both
+    are checked against `materialize`.
+    """
 
     default_shape: Any
     default_dtype: Any
@@ -78,7 +81,8 @@ class _ImplicitMeta(type(ArrayValue)):
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
         rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
         x = super().__call__(*rest, **kwargs)
-        if "_declared" not in kwargs:  # else `dataclasses.replace` keeps shape and dtype
+        # Otherwise this is a call to `dataclasses.replace`, which preserves the shape and dtype.
+        if "_declared" not in kwargs:
             shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
             dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
         if shape is not None:
@@ -96,26 +100,27 @@ def _is_inherited(cls: type, name: str) -> bool:
 class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     """Base class for new kinds of arrays, in the ImplicitArray style.
 
-    Subclasses define fields and `materialize()`. They are Equinox modules, so they don't require
-    `@dataclass`. The shape and dtype are determined by the first of the following that applies.
+    Subclasses should define fields and `materialize()`. They are Equinox modules, so they don't need an
+    `@dataclass` decorator. The shape and dtype are determined by the first of the following that applies.
 
     - the arguments `shape=` and `dtype=` of the constructor, or fields with these names;
-    - `compute_shape()` and `compute_dtype()`, by default the class attributes `default_shape` and
-        `default_dtype`;
+    - `compute_shape()` and `compute_dtype()`. By default these return the class attributes `default_shape`
+        and `default_dtype`;
     - `materialize()`, which is traced but not run.
 
-    A warning is given if this isn't the shape or dtype of `materialize()`.
+    A warning is raised if the result of `materialize()` has a different shape or dtype.
 
     If the leaves are stacked, e.g. under `jax.vmap` or in a scan, then a specified shape refers to a single
     item. In this case a stack is materialised item by item, and handlers are only called for single items. If
-    no shape was specified then `materialize()` is called with the stacked fields.
+    no shape was specified then we have no way of detecting this, and `materialize()` is called with the
+    stacked fields.
 
-    The following can be passed as class keyword arguments, and are inherited by subclasses:
+    The following can be passed as class keyword arguments. They are inherited by subclasses.
 
-    - `commute_ops`: whether handlers of a commutative primitive (`add`, `mul`, `max`, ...) are also tried
-        with swapped operands. Default: True.
-    - `warn_on_materialize`: whether to warn about a primitive without a handler, once per call site. Default:
-        True. You can silence these warnings for all types by setting the environment variable
+    - `commute_ops`: whether to try the handlers of a commutative primitive (`add`, `mul`, `max`, ...) with
+        swapped operands as well. Default: True.
+    - `warn_on_materialize`: whether to warn (once per call site) about primitives that don't have a handler.
+        Default: True. You can silence these warnings for all types by setting the environment variable
         `WARN_ON_MATTER=0`.
 
     !!! example
@@ -166,14 +171,14 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """Returns the array that this represents. This can be another ImplicitArray."""
+        """Returns the array that this represents. It's fine to return another ImplicitArray."""
 
     def compute_shape(self) -> Sequence[int] | None:
-        """Computes the shape from the fields. None means to infer it from `materialize`."""
+        """Computes the shape from the fields. Return None to infer it from `materialize` instead."""
         return self.default_shape
 
     def compute_dtype(self) -> Any:
-        """Computes the dtype from the fields. None means to infer it from `materialize`."""
+        """Computes the dtype from the fields. Return None to infer it from `materialize` instead."""
         return self.default_dtype
 
     @property
@@ -192,25 +197,27 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """Changes the dtype, to which the result of `materialize()` is then cast."""
+        """Changes the dtype. The result of `materialize()` will then be cast to this dtype."""
         return replace_fields(self, _declared=self._declared.with_dtype(dtype))
 
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "dtype" and "_is_lent" in vars(self):  # handlers written for eformer do this
+            # Some handlers that were written for eformer do this.
+            if name == "dtype" and "_is_lent" in vars(self):
                 object.__setattr__(self, "_declared", self._declared.with_dtype(value))
             else:
                 super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
-        """Returns whether handlers can be used. (They are written for a single array, and not for a
-        stack.)"""
+        """Returns whether we can use handlers for this. (They are written for a single array rather than for
+        a stack.)
+        """
         return not is_stack(self)
 
     def leading_axis(self) -> Any:
         if not is_stack(self):
-            return NotImplemented  # `materialize` might mix the rows of an array
+            return NotImplemented  # `materialize` might mix the rows of an array, so we can't slice it
         stacking = _stacking(self)
         return leading_axes(
             (part, n == max(stacking)) for part, n in zip(fields(self)[0], stacking, strict=True)
@@ -253,10 +260,11 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called if no handler matches. By default, this materialises all operands.
+        """Called if no handler matches. By default, this materialises all of the operands.
 
-        Operands of other types are only materialised if they don't have a rule for arrays either. No warning
-        is given if a handler calls this explicitly.
+        Operands of other types are only materialised if they don't have a rule for arrays either. If you call
+        this explicitly from a handler, then we assume that you meant to materialise the operands and don't
+        raise a warning.
         """
         unhandled = _unhandled.get()
         is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
@@ -270,14 +278,15 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
 OriginArray.register(ImplicitArray)
 
-# The operands for which no handler was found, while a default handler is running.
+# Whilst a default handler is running, these are the operands for which no handler was found.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
 
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """Copies any ImplicitArrays among the operands of a handler, so that it's safe for it to set their
-    dtypes."""
+    """Copies any ImplicitArrays amongst the operands of a handler. Handlers that were written for eformer set
+    the dtypes of their operands, and copying makes it safe to allow this.
+    """
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)
@@ -292,7 +301,7 @@ def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, A
     return primitive.bind(*operands, **primitive.get_bind_params(params))
 
 
-# Stacks: arrays with more leading axes in their fields than were declared
+# Stacks, i.e. arrays whose fields have more leading axes than were declared
 
 
 def _stacking(x: ImplicitArray) -> list[int]:
@@ -301,7 +310,7 @@ def _stacking(x: ImplicitArray) -> list[int]:
 
 
 def is_stack(x: ImplicitArray) -> bool:
-    """Returns whether `x` stacks several arrays along leading axes of its fields."""
+    """Returns whether `x` is a stack of several arrays, along the leading axes of its fields."""
     return any(_stacking(x))
 
 
@@ -316,7 +325,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Maps `materialize` (which is written for a single array) over the leading axes of a stack."""
+    """Maps `materialize` over the leading axes of a stack, because users write it for just a single array."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:
@@ -334,11 +343,13 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
-    """Materialises an ImplicitArray, whose fields might also be ImplicitArrays with handlers.
+    """Materialises an ImplicitArray. Its fields can be ImplicitArrays too, in which case their handlers are
+    used.
 
     **Arguments:**
 
-    - `full`: whether to repeat this while the result is an ImplicitArray. Default: False, a single step.
+    - `full`: whether to repeat this until the result is no longer an ImplicitArray. By default we only do
+        this once.
     """
     while is_value(x):
         x = _materialize_once(x)
@@ -355,7 +366,7 @@ def _materialize_once(x: Any) -> Any:
     return quaxify(lambda parts: method(structure.unflatten(parts)))(parts)
 
 
-# Handlers for swapped operands
+# Handlers that match once the operands have been swapped
 
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
 
@@ -369,15 +380,15 @@ def _handlers_of_swapped(primitive: jexc.Primitive, values: Sequence[Any]) -> Se
     )
 
 
-# The result of `materialize`, from shapes alone
+# The shape and dtype of `materialize`, which we find without running it
 
 
 def _field_shapes(x: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(part, "shape", ())) for part in fields(x)[0]]
 
 
-# The arrays for which `materialize` is being traced to find its shape, which might recursively require the
-# same.
+# The arrays for which we are tracing `materialize` to find its shape. We need to know this because
+# `materialize` might in turn ask for the shape, which would lead to infinite recursion.
 _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_traced", default=frozenset())
 
 
@@ -405,13 +416,13 @@ def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
 
 
 def _compare_with_materialize(x: ImplicitArray) -> None:
-    """Warns if the given or computed shape and dtype differ from those of `materialize`."""
+    """Warns if the shape or dtype that were specified or computed differ from those of `materialize`."""
     if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
-        return  # a leaf is some placeholder, e.g. during a tree transformation
-    said = {"shape": x.shape, "dtype": x.dtype}  # raises an error if they are unknown
+        return  # some leaf is just a placeholder, e.g. because we're in the middle of a tree transformation
+    said = {"shape": x.shape, "dtype": x.dtype}  # this raises an error if they can't be determined
     try:
         made = _aval_of_materialize(x, "shape")
-    except Exception:  # it raises, or cannot be traced here
+    except Exception:  # either it always raises an error, or it can't be traced here
         return
     for what, value in said.items():
         if value != getattr(made, what):

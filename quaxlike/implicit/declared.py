@@ -1,4 +1,4 @@
-"""The given shape and dtype of an ImplicitArray."""
+"""The shape and dtype with which an ImplicitArray was created."""
 
 import dataclasses
 import reprlib
@@ -10,17 +10,17 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A shape and a dtype passed as `shape=` and `dtype=`.
+    """A shape and dtype that were passed as `shape=` and `dtype=`.
 
-    We store how many leading axes the array has in common with all of its fields, but not their sizes. The
-    sizes are instead obtained from the fields, so that the shape remains correct if these are sliced, stacked
-    or mapped over. (This also means that arrays that only differ in these sizes have the same pytree
+    An array might have leading axes in common with all of its fields. We store how many of these there are,
+    but look up their sizes from the fields, so that the shape remains correct if the fields are sliced,
+    stacked or mapped over. (This also means that arrays which only differ in these sizes have the same pytree
     structure.) If there are additional leading axes then this is a stack, and `materialize` is mapped over
     its items.
     """
 
     shape: tuple[int, ...] | None = None
-    ndims: tuple[int, ...] = ()  # the number of axes of each field, excluding the shared ones
+    ndims: tuple[int, ...] = ()  # the number of axes of each field, not counting the shared ones
     shared: int = 0  # the number of shared axes
     dtype: Any = None
 
@@ -41,7 +41,7 @@ class Declared:
         return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
 
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
-        """Returns the number of stack axes of each field."""
+        """Returns how many of the leading axes of each field are due to stacking."""
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
 
 
@@ -66,12 +66,12 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:
-    """Removes fields called `shape` or `dtype` from the namespace of a new class.
+    """Removes any fields called `shape` or `dtype` from the namespace of a new class.
 
-    These aren't necessary, as every ImplicitArray accepts them. Their defaults become `default_shape` and
-    `default_dtype`.
+    These fields aren't necessary, because every ImplicitArray accepts a shape and dtype anyway. Their
+    defaults become `default_shape` and `default_dtype`.
 
-    **Returns:** the names of positional arguments, including `shape` and `dtype`.
+    **Returns:** the names of all positional arguments, which still include `shape` and `dtype`.
     """
     base = next((base for base in bases if dataclasses.is_dataclass(base)), None)
     before = [] if base is None else getattr(base, "_order", [])
@@ -90,7 +90,9 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 def bind_fields(
     order: Sequence[str], args: Sequence[Any], shape: Any, dtype: Any
 ) -> tuple[list[Any], Any, Any]:
-    """Returns the positional arguments (excluding the shape and dtype), the shape, and the dtype."""
+    """Returns the positional arguments other than the shape and dtype, followed by the shape and then the
+    dtype.
+    """
     given = dict(zip(order, args, strict=False))
     rest = [x for name, x in given.items() if name not in ("shape", "dtype")]
     return [*rest, *args[len(order) :]], given.get("shape", shape), given.get("dtype", dtype)

@@ -1,4 +1,4 @@
-"""Methods that eformer's own classes expect their base class to have."""
+"""Methods that classes written for eformer expect to inherit from their base class."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ import jax.tree_util as jtu
 
 
 class PostInit:
-    """A base class with an empty `__post_init__`, for subclasses that call `super().__post_init__()`.
+    """A base class with an empty `__post_init__`, so that subclasses can call `super().__post_init__()`.
 
-    This isn't part of `ImplicitArray` itself, because then Equinox would warn about every class with an
-    `__init__`.
+    We can't just put this on `ImplicitArray` itself, because then Equinox would warn about every subclass
+    that has an `__init__`.
     """
 
     def __post_init__(self) -> None:
@@ -19,7 +19,9 @@ class PostInit:
 
 
 class AvalHook:
-    """The hook `aval`, which can also be used as a property: `x.aval.shape` is `x.aval().shape`."""
+    """Makes the method `aval` usable as a property as well, so that `x.aval.shape` is the same as
+    `x.aval().shape`.
+    """
 
     def __init__(self, hook: Callable[[Any], jax.core.ShapedArray]) -> None:
         self.hook = hook
@@ -44,7 +46,9 @@ class _Aval:
 
 
 class Flattening:
-    """Methods for registering a class as a pytree, for classes that are already pytrees."""
+    """The methods that are usually used to register a class as a pytree, for classes that are already
+    pytrees.
+    """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         paths, structure = jtu.tree_flatten_with_path(self, is_leaf=lambda x: x is not self)

@@ -1,4 +1,4 @@
-"""`implicit`, `register`, and default handlers."""
+"""`implicit`, `register`, and the default handlers."""
 
 import functools
 import inspect
@@ -26,11 +26,11 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 class _Implicit:
-    """Computes with ImplicitArrays, by dispatching primitives to their handlers.
+    """Computes with ImplicitArrays, by dispatching each primitive to its handlers.
 
-    `implicit(fn)` is equivalent to [`quaxlike.quaxify`][], and can be used as a decorator. In this case `fn`
-    can use anything in JAX. Inside `with implicit:`, you should instead use the operators and methods of
-    ImplicitArrays, and the functions in `quaxlike.numpy`.
+    `implicit(fn)` is equivalent to [`quaxlike.quaxify`][] and can also be used as a decorator. In this case
+    `fn` can use any JAX function. There is also `with implicit:`, but inside it you can only use the
+    operators and methods of ImplicitArrays, and the functions in `quaxlike.numpy`.
 
     !!! example
 
@@ -54,7 +54,8 @@ class _Implicit:
     def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
         return quaxify(fn)
 
-    # The operators of ImplicitArrays are already quaxified, so there is nothing to do here.
+    # The operators of ImplicitArrays are already quaxified, so there isn't anything left to do for `with
+    # implicit:`.
 
     def __enter__(self) -> "_Implicit":
         return self
@@ -79,19 +80,20 @@ def register(
 ) -> Callable[[_Fn], _Fn]:
     """Registers a handler of a primitive for operands with the annotated types.
 
-    This is [`quaxlike.register`][], with the following differences.
+    This is just like [`quaxlike.register`][], except for the following differences.
 
-    - A handler without any types would match everything, so it is ignored with a [`quaxlike.RuleWarning`][].
+    - A handler without any types would match everything. It is ignored, and a [`quaxlike.RuleWarning`][] is
+        raised.
     - In a union with another type (`T | Any`), `Any` is interpreted as arrays.
-    - A [`quaxlike.RuleWarning`][] is given for a handler that can never match because it takes a parameter of
-        the primitive by position, and also if a handler replaces another one for the same types.
+    - A [`quaxlike.RuleWarning`][] is also raised if a handler can never match (because it accepts a parameter
+        of the primitive by position), or if it replaces another handler for the same types.
     - The handler might be passed the primitive as its first argument even without the corresponding
-        annotation. This happens if the first parameter is called `primitive` or `prim`, and is annotated with
-        `Any` or not at all. It also happens if the first parameter has another name and no annotation, and
-        there is one more parameter than there are operands.
-    - A parameter annotated with a sequence (`Sequence[T | jax.Array]`) receives a list of all remaining
-        operands.
-    - A handler can set the `dtype` of ImplicitArrays among its operands, since these are copies.
+        annotation. This happens if the first parameter is called `primitive` or `prim` and is either
+        annotated with `Any` or not annotated at all. It also happens if the first parameter has another name
+        and no annotation, and there is one more parameter than there are operands.
+    - If a parameter is annotated with a sequence (`Sequence[T | jax.Array]`), then it receives a list of all
+        remaining operands.
+    - A handler is allowed to set the `dtype` of any ImplicitArrays amongst its operands, as these are copies.
     """
 
     primitives = as_primitives(primitive)
@@ -111,8 +113,8 @@ def register(
             warnings.warn_explicit(message, core_rules.RuleWarning, code.co_filename, code.co_firstlineno)
             return handler
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
-        # If there are no annotations, then use the number of operands to determine whether the first
-        # parameter is the primitive.
+        # If the first parameter doesn't have an annotation then it could be either the primitive or an
+        # operand. So try both, and pick whichever matches the number of operands.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         readings: list[Callable[..., Any]] = []
         if is_primitive or (first and first not in hints and not variadic):
@@ -128,7 +130,9 @@ def register(
 
 
 def _closed(hint: Any) -> Any:
-    """Replaces `Any` by arrays in a union with another type, including inside a sequence."""
+    """Replaces `Any` with arrays if it is part of a union with another type, including if that union is
+    inside a sequence.
+    """
     if (element := _element(hint)) is not None:
         closed = _closed(element)
         return hint if closed is element else Sequence[closed]
@@ -139,10 +143,10 @@ def _closed(hint: Any) -> Any:
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """Annotates a handler, using `Any` for any missing annotations.
+    """Annotates a handler, using `Any` for any annotations that are missing.
 
-    A parameter for a sequence of operands is converted to `*args`, and any parameters after it become
-    keyword-only.
+    If one of the parameters is a sequence of operands then it is converted to `*args`. Any parameters that
+    come after it become keyword-only.
     """
     signature = inspect.signature(handler)
     parameters = list(signature.parameters.values())
@@ -173,7 +177,9 @@ def _names_a_type(hint: Any) -> bool:
 
 
 def _element(hint: Any) -> Any:
-    """Returns the element type of a hint such as `Sequence[T | jax.Array]`; None for any other hint."""
+    """Returns the element type of a hint such as `Sequence[T | jax.Array]`, or None if it isn't a
+    sequence.
+    """
     origin = typing.get_origin(hint)
     elements = [x for x in typing.get_args(hint) if x is not ...]
     if not (isinstance(origin, type) and issubclass(origin, Sequence)) or not any(
@@ -185,15 +191,15 @@ def _element(hint: Any) -> Any:
 
 @checked
 def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
-    """Applies the primitive to plain arrays."""
+    """Applies a primitive to operands that are all plain arrays."""
     return bind(primitive, args, params)
 
 
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """Applies the primitive after materialising its operands.
+    """Materialises the operands of a primitive and then applies the primitive.
 
-    This applies to ImplicitArrays, and to any other object with a `materialize` method.
+    This works for ImplicitArrays, as well as for any other objects that have a `materialize` method.
     """
     arrays = [x if is_value(x) or not hasattr(x, "materialize") else x.materialize() for x in vals]
     return bind(primitive, map_values(materialise, arrays), params or {})

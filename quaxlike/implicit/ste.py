@@ -1,4 +1,4 @@
-"""`ste`: the straight-through estimator."""
+"""`ste`, the straight-through estimator."""
 
 import functools
 import inspect
@@ -20,22 +20,24 @@ from .array import ImplicitArray, bind
 
 @checked
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a straight-through estimator, which computes `fn` with the derivative of the identity.
+    """Wraps a function into a straight-through estimator, i.e. it is differentiated as if it were the
+    identity.
 
-    Use this to train through a quantiser, or another function with a zero or undefined derivative. Gradients
-    pass unchanged to the first argument, and do not reach the other arguments.
+    This is useful for training through a quantiser, or any other function whose derivative is zero or
+    undefined. Gradients are passed unchanged to the first argument, and don't reach any of the other
+    arguments.
 
     **Arguments:**
 
-    - `fn`: a function. Its first argument is an array or a pytree of arrays, and it may have any other
-        arguments. It returns arrays or Values with the same shapes.
+    - `fn`: a function, whose first argument is an array or a pytree of arrays. It can have any other
+        arguments, and should return arrays or Values with the same shapes as its first argument.
 
     **Returns:**
 
-    A function with the same arguments. If `fn` returns a Value, then the result behaves like this Value and
-    follows its handlers, but has the derivative of the first argument. It is a pytree with the Value and the
-    first argument as children, both inside and outside transformations, so it can be the carry of a
-    loop. The attribute `value` is the Value itself.
+    A function with the same arguments. If `fn` returns a Value, then the result behaves just like this Value
+    and uses the same handlers, but has the derivative of the first argument. It is a pytree with the Value
+    and the first argument as children, both inside and outside transformations, so it can be the carry of a
+    loop. The Value itself is available as the attribute `value`.
 
     !!! example
 
@@ -52,7 +54,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def estimated(*args: Any, **kwargs: Any) -> Any:
-        if not args:  # passed by its name, or as `x`
+        if not args:  # the first argument was passed by name (either its actual name, or `x`)
             first = next(iter(inspect.signature(fn).parameters), "x")
             args = (kwargs.pop(first if first in kwargs else "x"),)
         x = args[0]
@@ -79,7 +81,7 @@ def _stop(x: Any) -> Any:
 
 
 def _through(y: Any, x: Any) -> Any:
-    """Returns `y`, with the derivative of `x`."""
+    """Returns `y`, but with the derivative of `x`."""
     if jnp.shape(y) != jnp.shape(x):
         raise ValueError(
             f"ste needs a function that keeps the shape of its first argument, which receives the "
@@ -90,7 +92,7 @@ def _through(y: Any, x: Any) -> Any:
         x = jnp.asarray(materialise(x))
         return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
-        return y  # so nothing is being differentiated
+        return y  # in this case nothing is being differentiated, so we don't have to do anything
     return _graft(y, jnp.asarray(materialise(x)))
 
 
@@ -102,25 +104,28 @@ def _graft(y: Any, x: Any) -> Any:
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (y, x), (dy, dx) = primals, tangents
-    # Call `_graft` again, so higher-order derivatives use the derivative of `x` too.
+    # Call `_graft` again rather than returning `y`, so that higher-order derivatives are those of `x` as
+    # well.
     return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 
 class StraightThrough(ImplicitArray, warn_on_materialize=False):
-    """A Value with an array's derivative.
+    """Combines a Value with the derivative of an array.
 
-    It passes for the Value: `isinstance` checks and attributes refer to `value`.
+    This pretends to be the Value as far as possible. In particular, `isinstance` checks and attributes are
+    forwarded to `value`.
     """
 
     value: Any
-    array: Any  # only its derivative is used
+    array: Any  # we only use the derivative of this
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "value"), name)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self.value) if is_value(self.value) else StraightThrough  # a loop may materialise it
+        # `value` might not be a Value, as it could have been materialised by a loop.
+        return type(self.value) if is_value(self.value) else StraightThrough
 
     def compute_shape(self) -> tuple[int, ...]:
         return jax.typeof(self.value).shape
@@ -131,7 +136,8 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def leading_axis(self) -> Any:
         return leading_axes([(self.value, True), (self.array, True)])
 
-    def __reduce__(self) -> Any:  # the default looks at `__class__`
+    # The default implementation looks at `__class__`, which isn't our actual class.
+    def __reduce__(self) -> Any:
         return StraightThrough, (self.value, self.array)
 
     def materialize(self) -> Any:
@@ -141,7 +147,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Computes with the handlers of `value`, and differentiates the primitive on arrays."""
+        """Computes with the handlers of `value`. The derivative is instead computed using plain arrays."""
         run = quaxify(lambda *xs: bind(primitive, xs, params or {}))
         arrays = [x.array if type(x) is StraightThrough else None for x in args]
         values = [x.value if type(x) is StraightThrough else x for x in args]
@@ -168,7 +174,8 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             ]
 
         outs = results_of(values)
-        # A Value cannot carry an array's tangent, so an array of zeros carries it instead.
+        # There isn't a way for a Value to carry the tangent of an array, so use an array of zeros for this
+        # instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = with_missing_tangent(carriers, arrays, values)
         results = [

@@ -1,4 +1,4 @@
-"""Versions of `jax.tree` functions that treat Values as leaves, and functions for nested Values."""
+"""Versions of the `jax.tree` functions that treat Values as leaves, and some functions for nested Values."""
 
 import functools
 import itertools
@@ -26,16 +26,16 @@ def leaf_predicate(x: Any) -> bool:
 
 @checked
 def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Makes a function of `jax.tree` or `jax.tree_util` treat more nodes as leaves.
+    """Makes a function from `jax.tree` or `jax.tree_util` treat some additional nodes as leaves.
 
     **Arguments:**
 
-    - `base_fn`: a function with an argument `is_leaf`.
-    - `is_leaf`: a predicate. Nodes for which it is True are leaves.
+    - `base_fn`: a function that accepts an `is_leaf` argument.
+    - `is_leaf`: a predicate. Nodes for which it returns True are treated as leaves.
 
     **Returns:**
 
-    A version of `base_fn`. It has an argument `is_leaf=` (or `new_is_leaf=`) for further leaves.
+    A version of `base_fn`. Callers can still pass `is_leaf=` (or `new_is_leaf=`) to specify further leaves.
     """
 
     @functools.wraps(base_fn)
@@ -61,17 +61,17 @@ tree_structure_with_implicit = combine_leaf_predicate(jtu.tree_structure, leaf_p
 
 
 def fields(x: Any) -> tuple[list[Any], Any]:
-    """Flattens one Value, with nested Values as leaves."""
+    """Flattens just one Value, so that any Values nested inside it are leaves."""
     return jtu.tree_flatten(x, is_leaf=lambda y: y is not x and is_value(y))
 
 
 @checked
 def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
-    """Flattens the outermost layer of ImplicitArrays. Nested ImplicitArrays are leaves.
+    """Flattens the outermost layer of ImplicitArrays. Any ImplicitArrays nested inside them are leaves.
 
     **Returns:**
 
-    The leaves, and the structure for `jax.tree.unflatten`.
+    The leaves, together with a structure that can be passed to `jax.tree.unflatten`.
     """
     nodes, around = tree_flatten_with_implicit(tree)
     flat = [fields(node) if is_value(node) else ([node], jtu.tree_structure(0)) for node in nodes]
@@ -82,6 +82,8 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
 
 @checked
 def implicit_depth(tree: PyTree) -> int:
-    """Returns the nesting depth of ImplicitArrays: 0 if there are none, 1 if they are not nested."""
+    """Returns how deeply ImplicitArrays are nested. For example, this is 0 if there aren't any, and 1 if none
+    of them contains another.
+    """
     inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]
     return 1 + max(implicit_depth(fields(x)[0]) for x in inside) if inside else 0

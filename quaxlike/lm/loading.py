@@ -1,4 +1,4 @@
-"""`load` and `save`, for models in the format of transformers' checkpoint directories."""
+"""`load` and `save`, for models in the same format as the checkpoint directories of transformers."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ from .models.vocabulary import embeddings
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
-# Maps the names of encoders in `config.json` to their configuration and model classes.
+# Maps the name of each encoder in `config.json` to its configuration and model classes.
 _ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
@@ -77,13 +77,13 @@ def load(
 ) -> tuple[Any, dict[str, Any]]:
     """Loads a model from a checkpoint directory or a GGUF file.
 
-    A directory must contain `config.json` and `model.safetensors`, the latter possibly split into shards.
-    GGUF files already contain their configuration.
+    A directory must contain `config.json` and `model.safetensors`. (It's fine for the latter to be split into
+    shards.) GGUF files already contain their configuration.
 
-    Weights are loaded one at a time and keep their dtypes. Quantised weights, in any format supported by
-    [`quaxlike.lm.read`][], become quantised arrays whose logical dtype is the configuration's `dtype`. If the
-    format also quantises embeddings (GGUF and MLX), then the model computes in float32. Both can be
-    overridden.
+    Weights are loaded one at a time and keep their dtypes. Quantised weights can be in any format that
+    [`quaxlike.lm.read`][] supports. They become quantised arrays, whose logical dtype is the `dtype` in the
+    configuration. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32.
+    You can override either of these using `dtype`.
 
     **Arguments:**
 
@@ -99,10 +99,10 @@ def load(
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
-    **Returns:** the model and its `config.json`, or the equivalent for a GGUF file. For multimodal models
-    (Gemma 3, Mistral 3), both are for the decoder only. We warn about unused entries in `config.json`, and
-    also if this ties the output layer to the embedding but `lm_head.weight` has different values, in which
-    case the latter is used, as in transformers.
+    **Returns:** the model and its `config.json` (or the equivalent for a GGUF file). For multimodal models
+    (Gemma 3, Mistral 3), both of these are for just the decoder. A warning is issued if `config.json` has
+    entries that we don't use. We also issue a warning if it ties the output layer to the embedding but
+    `lm_head.weight` has different values. In this case we use the latter, as transformers does.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
     an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
@@ -134,7 +134,7 @@ def load(
     chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
-        """Converts a weight, or some of its rows, to the array that is used in the model."""
+        """Converts a weight (or just some of its rows) to the array that is used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
@@ -168,12 +168,12 @@ def save(
 ) -> None:
     """Saves a model to a directory for use with transformers, or to a GGUF file for use with llama.cpp.
 
-    Arrays are saved under the original checkpoint's names, with experts split into separate tensors if they
-    were there. The tokeniser, templates and generation settings are copied under transformers' usual names,
-    replacing any that belong to another model. In `config.json`, the sizes of the vocabulary, of learned
-    positional embeddings and of the classification layer are updated, as is the architecture after
-    [`quaxlike.lm.models.with_classifier`][]. A GGUF file contains all of these itself, but doesn't support
-    classifiers.
+    Arrays are saved under the same names as in the original checkpoint. If it has separate tensors for each
+    expert, then the experts are split accordingly. The tokeniser, templates and generation settings are
+    copied under the names that transformers usually gives them, replacing any that belong to another model.
+    In `config.json`, we update the sizes of the vocabulary, of learned positional embeddings and of the
+    classification layer, as well as the architecture if [`quaxlike.lm.models.with_classifier`][] was used. A
+    GGUF file contains all of these itself, but doesn't support classifiers.
 
     **Arguments:**
 
@@ -197,7 +197,7 @@ def save(
 
     **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
     unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a
-    file to be copied is not a regular file, or links to outside of `source` (other than into a Hugging Face
+    file to be copied is not a regular file, or links to outside `source` (other than into a Hugging Face
     cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. If
     an error is raised, then nothing has been written.
 
@@ -249,12 +249,12 @@ def save(
 
 
 def is_published(model: PyTree) -> bool:
-    """Returns whether the model's weights are in a format that transformers can load."""
+    """Returns whether the weights in a model are in a format that transformers can load."""
     return saving.is_published(named_arrays(model))
 
 
-#: Entries of `config.json` that specify the number of rows of an array, and the suffix of that array's name.
-#: (The vocabulary size is instead determined by the embeddings.)
+#: Entries of `config.json` that specify the number of rows in an array, together with the suffix of its
+#: name. (The vocabulary size is instead determined by the embeddings.)
 _ROWS = {
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
@@ -263,10 +263,10 @@ _ROWS = {
 
 
 def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Updates a checkpoint's configuration to match the shapes of a model's arrays.
+    """Updates the configuration of a checkpoint to match the shapes of the arrays in a model.
 
-    **Raises:** `CheckpointError` if an array would still not match, or if a special token lies outside of a
-    vocabulary that has been shrunk, since it would not be possible to load such a checkpoint.
+    **Raises:** `CheckpointError` if an array would still not match, or if a special token is outside a
+    vocabulary that has been shrunk. (It wouldn't be possible to load such a checkpoint.)
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
     read, make = _architecture(path, config)
@@ -277,7 +277,8 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
-        if entry == "num_labels":  # use transformers' default names, as we don't know the real ones
+        # We don't know the real names, so use the same default names as transformers.
+        if entry == "num_labels":
             config |= Labels(numbered(size), parsed.labels.problem_type).entries()
             continue
         config[renamed.get(entry, entry)] = size
@@ -304,11 +305,12 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
-    """Returns a checkpoint's model with `jax.ShapeDtypeStruct`s, its `config.json`, and its weights.
+    """Returns the model in a checkpoint (with `jax.ShapeDtypeStruct`s for arrays), its `config.json`, and its
+    weights.
 
-    The weights are not read yet.
+    This doesn't read the weights yet.
 
-    **Raises:** as for `load`, other than errors concerning the weights.
+    **Raises:** as for `load`, except for any errors that are about the weights.
     """
     path = Pair(Path(directory)).config_path()
     if not path.is_file() and not holds_gguf(Path(directory)):
@@ -349,7 +351,9 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
-    """Returns whether a file's output layer differs from the embedding that it should be tied to."""
+    """Returns whether the output layer in a file is different from the embedding that it is supposedly tied
+    to.
+    """
     if (head := text_tensors(weights).get("lm_head.weight")) is None:
         return False
     name = f"{model.config.family.name('model.embed_tokens')}.weight"
@@ -394,15 +398,15 @@ def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> U
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
-    """Checks that the sizes in the configuration are possible given the checkpoint's tensors.
+    """Checks that the sizes in the configuration are possible, given the tensors in the checkpoint.
 
-    We do this before anything else so that a damaged file can't cause us to build a huge model.
+    We do this before anything else, so that a damaged file can't cause us to build a huge model.
 
     **Raises:** `CheckpointError` if a size is impossible.
     """
     sizes = (*_SIZES, *(entry for family in FAMILIES.values() for entry in family.sizes))
     limits = dict.fromkeys(sizes, (32 * weights.longest_axis, "the axes of its tensors"))
-    # Every layer consists of at least four weights.
+    # There are at least four weights in every layer.
     limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
     for name, (most, why) in limits.items():
         if type(size := config.get(name)) is int and size > most:
@@ -418,7 +422,9 @@ _SIZES = (
 
 
 def text_tensors(names: Collection[str]) -> dict[str, str]:
-    """Maps the names that tensors have in a checkpoint of the decoder alone to their names in this one."""
+    """Maps the names that tensors would have in a checkpoint of just the decoder to their names in this
+    checkpoint.
+    """
     if not any("language_model." in name for name in names):
         return {name: name for name in names}
     found = {IN_TOWER.sub("", name): name for name in names if not BESIDE_TEXT.match(name)}
@@ -426,22 +432,22 @@ def text_tensors(names: Collection[str]) -> dict[str, str]:
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """Returns the tensors that make up each of the model's arrays.
+    """Returns the tensors that make up each array in the model.
 
     **Raises:** `CheckpointError` if any tensors are missing or unexpected.
     """
     published, config = partial(tensors_of, model), getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
-        published = _own_name  # there are too few tensors to have one per expert
+        published = _own_name  # there aren't enough tensors for each expert to have its own
     text = text_tensors(names)
     wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
     used, files = {file for own in wanted.values() for file in own}, text
-    if not used & files.keys():  # saved as part of a larger model, or vice versa
+    if not used & files.keys():  # the checkpoint was saved as part of a larger model, or vice versa
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
-    known = {*used, "lm_head.weight"}  # some files contain this even if it is tied
+    known = {*used, "lm_head.weight"}  # some files contain this even though it is tied
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""
     is_apart = re.compile(rf"(model\.)?{beside}\..*" if beside else "(?!)").fullmatch
     unknown = [x for x in files if not (x in known or _BUFFERS.fullmatch(x) or is_apart(x))]
@@ -456,8 +462,8 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     """Returns the tensor names for a model whose head has been replaced.
 
-    Arrays use the same names as in the checkpoint, except that the new head keeps its own name, even if the
-    checkpoint has tensors with the same prefix.
+    Arrays have the same names as in the checkpoint. The only exception is the new head, which keeps its own
+    name even if the checkpoint has tensors with the same prefix.
     """
     parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
@@ -467,7 +473,7 @@ def _own_name(name: str) -> list[str]:
     return [name]
 
 
-# Reading arrays, each of which consists of a single tensor or of a stack of experts ----------------
+# Reads arrays, each of which is either a single tensor or a stack of experts ----------------------
 
 
 def _rows_of(
@@ -475,7 +481,7 @@ def _rows_of(
 ) -> RowReader:
     """Returns a reader for the rows of an array, which is stored as the tensors `files`.
 
-    The reader raises `CheckpointError` if the shape is wrong, or if the dtype can't be used for computation.
+    The reader raises `CheckpointError` if the shape is wrong, or if we can't compute with the dtype.
     """
 
     def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
@@ -515,7 +521,7 @@ def _rows_of(
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Splits the model's arrays into tensors, which are named according to `sources`."""
+    """Splits the arrays in a model into tensors, which are named according to `sources`."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         parts = [in_published_layout(name, arrays[name])]
@@ -526,7 +532,9 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _matrices_of(stack: Any, count: int) -> list[Any]:
-    """The inverse of `_joined`: splits a stack into `count` matrices, each with some of an expert's rows."""
+    """The inverse of `_joined`. Splits a stack into `count` matrices, each of which has some of the rows of
+    one expert.
+    """
     experts, rows = stack.shape[:2]
     size = rows * experts // count
 
@@ -537,7 +545,9 @@ def _matrices_of(stack: Any, count: int) -> list[Any]:
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """Stacks `count` matrices, each of which is the concatenation of an equal number of consecutive parts."""
+    """Stacks `count` matrices, each of which is obtained by concatenating an equal number of consecutive
+    parts.
+    """
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
@@ -545,13 +555,13 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Returns whether a dtype can be used for computation under JAX's current configuration."""
+    """Returns whether the current configuration of JAX can compute with a dtype."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants saved by some versions of transformers: positions, frequencies and GPT-2's mask. GGUF also stores
-# the scaling factors of the frequencies, which we have already read into the configuration.
+# These constants (positions, frequencies and the mask in GPT-2) were saved by some versions of transformers.
+# GGUF also stores scaling factors for the frequencies, but we have already read these into the configuration.
 _BUFFERS = re.compile(
     r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
     r"|rope_(freqs|factors_long|factors_short)\.weight"

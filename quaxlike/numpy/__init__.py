@@ -1,7 +1,8 @@
-"""`jax.numpy`, already quaxified: `import quaxlike.numpy as qnp`.
+"""A version of `jax.numpy` that is already quaxified. Typically imported as `import quaxlike.numpy as qnp`.
 
-This has every name in the installed `jax.numpy`, including `linalg` and `fft`. Functions are quaxified on
-first access, and keep their signature and docstring. Dtypes and constants are JAX's own.
+This has every name in the installed version of `jax.numpy`, including `linalg` and `fft`. Functions are
+quaxified the first time they are accessed, and keep their signature and docstring. Dtypes and constants are
+the same objects as in JAX.
 
 !!! example
 

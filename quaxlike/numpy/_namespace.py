@@ -1,7 +1,7 @@
-"""A mirror of a module, with functions quaxified on first access.
+"""A mirror of a module, whose functions are quaxified the first time they are accessed.
 
-Names are looked up in the installed JAX and never listed here. Hence no release of JAX makes this out of
-date, and `import quaxlike.numpy` stays fast.
+We look up names in the installed version of JAX rather than listing them here. This means that a new JAX
+release can't make this out of date, and that `import quaxlike.numpy` stays fast.
 """
 
 import functools
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 
 from ..core.operators import anywhere
 
-# Functions that return functions.
+# These functions return another function, which also has to be quaxified.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
-# Objects in jax.numpy that build arrays by indexing.
+# These objects in `jax.numpy` create arrays by indexing, rather than by being called.
 _BUILDERS = frozenset(["c_", "r_"])
-# Attributes that mark a module as an array API namespace.
+# The array API standard uses these attributes to recognise a module as an array API namespace.
 _STANDARD = frozenset(["__array_api_version__", "__array_namespace_info__"])
 
 
 def names_of(module: types.ModuleType) -> list[str]:
-    """Lists the public names of a module."""
+    """Returns the public names in a module."""
     return [name for name in dir(module) if not name.startswith("_")]
 
 
 def quaxified(module: types.ModuleType, names: dict[str, Any]) -> Callable[[str], Any]:
-    """Makes the `__getattr__` of a module that mirrors `module`. Results are cached in `names`."""
+    """Creates a `__getattr__` for a module that mirrors `module`. Results are cached in `names`."""
     ours = names["__name__"]
 
     def get(name: str) -> Any:
@@ -55,7 +55,7 @@ def _quaxified(name: str, x: Any, ours: str) -> Any:
 
 
 def _named(fn: Any, name: str, ours: str) -> Any:
-    """Names a function so that pickle can find it."""
+    """Sets the name of a function, so that pickle is able to find it."""
     fn.__module__, fn.__qualname__ = ours, name
     return fn
 
@@ -65,7 +65,7 @@ def _made(x: Any) -> Any:
 
 
 class _UFunc:
-    """A ufunc, with quaxified methods: `reduce`, `accumulate`, `at`, ..."""
+    """A ufunc whose methods (`reduce`, `accumulate`, `at`, ...) are quaxified too."""
 
     def __init__(self, ufunc: jnp.ufunc) -> None:
         self._ufunc = ufunc
@@ -76,7 +76,7 @@ class _UFunc:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle look for these before `_ufunc` is set
+        if name.startswith("_"):  # copy and pickle look up special methods before `_ufunc` has been set
             raise AttributeError(name)
         found = getattr(self._ufunc, name)
         return anywhere(found) if callable(found) else found
@@ -89,7 +89,7 @@ class _UFunc:
 
 
 class _Builder:
-    """Quaxified `r_` and `c_`."""
+    """A quaxified version of `r_` or `c_`."""
 
     def __init__(self, builder: Any) -> None:
         self._getitem = anywhere(builder.__getitem__)

@@ -1,8 +1,8 @@
 """Common subexpression elimination for recurrent steps.
 
-Two equations are only merged if they compute both the same values and the same derivatives, and have no
-effects. This ensures that learners find the same relations regardless of whether the user wrote an expression
-once or twice.
+Importantly, we only merge two equations if they compute both the same values *and* the same derivatives, and
+if they don't have any effects. This means that learners find the same relations regardless of whether the
+user wrote an expression once or twice.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -29,18 +29,20 @@ _PASS_ON = frozenset(
 
 
 def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
-    """Merges equal equations in a jaxpr, and removes identities. Returns its equations and outputs.
+    """Merges equal equations in a jaxpr and removes identities. Returns the remaining equations and the
+    outputs.
 
     Equations with effects are always kept.
     """
     jaxpr = compat.open_jaxpr(closed)
     consts = getattr(closed, "consts", ())
-    # Comparing derivatives requires tracing them, so we first check whether any of the values are equal.
+    # To compare derivatives we have to trace them. So first check whether any of the values are equal, as
+    # otherwise there is nothing to merge anyway.
     numbers = _Numbers(derivatives=False).of_equations(jaxpr, consts)
     if len({n for n in numbers if n is not None}) < len(jaxpr.eqns):
         numbers = _Numbers(derivatives=True).of_equations(jaxpr, consts)
     first: dict[Any, JaxprEqn] = {}
-    known: dict[Any, Any] = {}  # maps variables to their replacements
+    known: dict[Any, Any] = {}  # maps each variable to its replacement
     constvars: dict[Hashable, Any] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         known[var] = constvars.setdefault(_of_array(const), var)
@@ -62,7 +64,9 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Returns the original variable, by following equations which only name or place its value."""
+    """Returns the variable that a value originally comes from, by following equations that only name or place
+    it.
+    """
     for eqn in reversed(eqns):
         if eqn.primitive.name in _PASS_ON:
             var = next((a for a, out in zip(eqn.invars, eqn.outvars, strict=False) if out is var), var)
@@ -70,7 +74,7 @@ def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
 
 
 class _Numbers:
-    """Performs value numbering, which assigns equal numbers to values that are computed in the same way."""
+    """Performs value numbering, which assigns the same number to values that are computed in the same way."""
 
     def __init__(self, derivatives: bool) -> None:
         self._derivatives = derivatives
@@ -80,7 +84,7 @@ class _Numbers:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_equations(self, jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
-        """Returns the number of each equation, or None for identities."""
+        """Returns the number of each equation, which is None for identities."""
         return self._run(jaxpr, consts)[0]
 
     def _run(
@@ -107,7 +111,7 @@ class _Numbers:
                 numbers.append(None)
                 continue
             name, params = as_call(eqn.primitive, eqn.params)
-            if name in INLINED and not compat.has_effects(eqn):  # can occur within the jaxpr of a loop
+            if name in INLINED and not compat.has_effects(eqn):  # this can happen inside the jaxpr of a loop
                 inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
                 consts = getattr(inner, "consts", ())
                 env |= zip(eqn.outvars, self._run(compat.open_jaxpr(inner), consts, operands)[1], strict=True)
@@ -143,10 +147,11 @@ class _Numbers:
             return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 
         jaxpr = jax.make_jaxpr(push)(primals, [primals[i] for i in moving])
-        return self._of_value(jaxpr)  # learners never differentiate twice
+        # Ignore any derivatives inside this one, as learners never differentiate twice.
+        return self._of_value(jaxpr)
 
     def _of_value(self, jaxpr: Any) -> Hashable:
-        """Returns a hashable key for the values that a jaxpr computes, ignoring custom derivatives."""
+        """Returns a hashable key for the values computed by a jaxpr, ignoring any custom derivatives."""
         before, self._derivatives = self._derivatives, False
         try:
             return self._of(jaxpr)
@@ -154,7 +159,7 @@ class _Numbers:
             self._derivatives = before
 
     def _of(self, x: Any) -> Hashable:
-        """Returns a hashable key for a parameter."""
+        """Returns a hashable key for a parameter of an equation."""
         if hasattr(compat.open_jaxpr(x), "eqns"):
             jaxpr = compat.open_jaxpr(x)
             results = self._run(jaxpr, getattr(x, "consts", ()))[1]
@@ -174,7 +179,7 @@ class _Numbers:
 
 
 class _Same:
-    """A hashable wrapper that compares an object by identity."""
+    """Wraps an object so that it is hashed and compared by identity."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -187,7 +192,9 @@ class _Same:
 
 
 def _of_array(x: Any) -> Hashable:
-    """Returns a hashable key for an array: its values if known on this host, or else its identity."""
+    """Returns a hashable key for an array. We compare arrays by value, unless the values aren't known on this
+    host, in which case we have to fall back to comparing them by identity.
+    """
     is_here = not isinstance(x, jax.Array) or (not isinstance(x, Tracer) and x.is_fully_addressable)
     dtype = jnp.result_type(x) if is_here else None
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):

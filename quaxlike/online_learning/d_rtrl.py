@@ -1,4 +1,4 @@
-"""D-RTRL: real-time recurrent learning with a diagonal approximation to the state's Jacobian."""
+"""D-RTRL, i.e. real-time recurrent learning in which the Jacobian of the state is assumed to be diagonal."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +13,13 @@ from .step import Step
 
 
 class DRTRL(Learner):
-    """D-RTRL, which keeps a trace for each weight and each example in the batch.
+    """The D-RTRL algorithm. This keeps a trace for each weight and for each example in the batch.
 
     Let D = ∂hᵗ/∂hᵗ⁻¹ be the elementwise derivative of the state with the outputs of weights held fixed, and
-    let x be the input of a weight. The trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is given by
-    Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; recurrence through
-    weights is neglected. The memory usage is O(batch · in · out).
+    let x be the input to a weight. Then the trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is
+    given by Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; in particular
+    recurrence through weights is neglected. Note that the memory usage is O(batch · in · out). If this is too
+    much, then consider using [`PPProp`][quaxlike.online_learning.PPProp] instead.
 
     !!! example
 
@@ -47,10 +48,10 @@ class DRTRL(Learner):
     - `step`: a function `step(model, state, *inputs) -> (state, output)`, where the state is a pytree of
         arrays.
     - `trainable`: a filter spec for the trainable part of the model, as for `equinox.partition`.
-    - `untraced`: how to handle parameters that affect the state without having a trace, in which case they
-        only receive the gradient from within a step. One of `"warn"`, `"allow"` or `"error"`.
-    - `mixing`: how to handle steps that mix different positions of the state. One of `"error"`, `"warn"` or
-        `"allow"`.
+    - `untraced`: what to do about parameters that affect the state without having a trace. (These only
+        receive the gradient from within a step.) One of `"warn"`, `"allow"` or `"error"`.
+    - `mixing`: what to do about steps that mix different positions of the state. One of `"error"`, `"warn"`
+        or `"allow"`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -125,7 +126,7 @@ def _dtype_of(trace: dict[str, Any]) -> Any:
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """Returns a trace's number of batch axes."""
+    """Returns the number of batch axes in a trace."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 
@@ -139,7 +140,7 @@ def _instant(op: Op, num_batch: int, like: Any) -> Callable[..., Any]:
     if not num_batch:
         return xy_to_dw
 
-    # Map over the examples, treating each of them as a batch of size one.
+    # Map over the examples, so that the rule doesn't sum over the batch. Each of them is a batch of size one.
     def fn(x: Any, g: Any, weights: Any) -> Any:
         return xy_to_dw(x[None], g[None], weights)
 

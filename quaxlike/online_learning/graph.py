@@ -1,7 +1,7 @@
-"""The ops and groups of states in a recurrent network's step, and the relations between them.
+"""The ops and state groups in a recurrent step, and the relations between them.
 
-Learners keep one trace for each `Relation`. Whenever a trained weight affects the state, this must either be
-captured by a relation or be reported, since its gradient would otherwise be silently dropped.
+Learners keep one trace for each `Relation`. Whenever a trained weight affects the state, we must either
+capture this as a relation or report it to the user, as otherwise we would silently drop its gradient.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ class Op:
     """An equation that involves trainable weights."""
 
     index: int
-    """The index of the equation."""
+    """The position of this equation in the step."""
     eqn: JaxprEqn
     weights: dict[str, int]
-    """The indices of the trainable operands."""
+    """The operand index for each trainable weight."""
 
     @property
     def primitive(self) -> ETPPrimitive:
@@ -53,11 +53,15 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns one of the primitive's rules, with the equation's parameters already applied."""
+        """Returns a rule of the primitive, to which the parameters of this equation have already been
+        applied.
+        """
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
-        """Returns one of the primitive's rules, wrapped such that error messages include the rule."""
+        """Returns a rule of the primitive. If this rule raises an error then the error message will mention
+        the rule.
+        """
         rule = self.primitive.slot(slot).rule
 
         def call(*args: Any) -> Any:
@@ -69,7 +73,7 @@ class Op:
         return call
 
     def run(self, slot: str, *args: Any, like: Any) -> Any:
-        """Calls a rule, whose output must have the same form as `like` (an array or a dict)."""
+        """Calls a rule and checks that its output has the same form as `like` (an array or a dict)."""
         result = self.rule(slot)(*args)
         if _form(result) != _form(like):
             raise self.wrong_result(slot, _form(like), result)
@@ -86,7 +90,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The name of the primitive and the line of the equation, for use in error messages."""
+        """The name of the primitive and the line of the equation, which we use in error messages."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
@@ -95,14 +99,14 @@ class Op:
         return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
 
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        """Selects the input and the weights from a list of operands."""
+        """Selects just the input and the weights from a list of operands."""
         i = self.primitive.x_invar_index
         x = None if i is None else operands[i]
         return x, {key: operands[j] for key, j in self.weights.items()}
 
 
 def _form(x: Any) -> str:
-    """Describes the output of a rule, for use in error messages."""
+    """Describes the output of a rule. This is used in error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -112,7 +116,9 @@ def _form(x: Any) -> str:
 
 
 def widest(*dtypes: Any) -> Any:
-    """Returns the promoted dtype. Unlike in NumPy, this is also defined for float16 with bfloat16."""
+    """Returns the dtype to which these dtypes are promoted. Unlike NumPy, we also allow combining float16
+    with bfloat16.
+    """
 
     def wider(a: Any, b: Any) -> Any:
         try:
@@ -125,32 +131,36 @@ def widest(*dtypes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """States of the same shape that depend on each other elementwise."""
+    """A group of states that have the same shape and that depend on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
     components: tuple[tuple[int, bool], ...]
-    """The real components of the states, as pairs of a state and whether this is its imaginary part."""
+    """The real components of the states. Each of these is a pair of a state and whether this is its imaginary
+    part.
+    """
     dtype: Any
-    """The dtype of the components and traces.
+    """The dtype to use for the components and traces.
 
-    Traces decay at the same rate as the states, and so require the same precision. (In bfloat16, multiplying
-    by 0.999 has no effect.)
+    Traces decay at the same rate as the states, so they need at least the same precision. (For example in
+    bfloat16, multiplying by 0.999 has no effect.)
     """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relation:
-    """Indicates that the output y of `op` affects the states in `group`, other than through another op."""
+    """Indicates that the output y of `op` affects the states in `group`, and that it does so without going
+    through another op.
+    """
 
     op: int
     group: int
     lead: int
-    """The number of leading axes of the states that are missing from y."""
+    """The number of leading axes that the states have but y doesn't."""
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """Binds an equation's primitive. The source location is that of `written`, if given."""
+    """Binds the primitive of an equation. If `written` is passed then we use its source location instead."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -159,8 +169,8 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None
 def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
     """Evaluates a jaxpr, inlining all calls.
 
-    If JAX has cached a jaxpr then its equations don't have a source location in the user's code, so we use
-    that of the call instead.
+    If JAX has cached a jaxpr then its equations don't have a source location in the user's code. In this case
+    we use the source location of the call, so that error messages can still refer to a line.
     """
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
@@ -185,7 +195,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
 
 
 def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Makes all jaxprs within an equation forward-differentiable."""
+    """Replaces all jaxprs within an equation by versions that are forward-differentiable."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
 
@@ -211,7 +221,8 @@ def _has_custom_vjp(jaxpr: Any) -> bool:
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
     """Makes a `jax.custom_vjp` function forward-differentiable.
 
-    Since its backward pass is linear, the forward derivative can be obtained by transposing it.
+    JAX doesn't allow this by itself. However the backward pass is linear, so we can obtain the forward
+    derivative by transposing it.
     """
 
     @jax.custom_jvp
@@ -255,7 +266,9 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises an error for ops within loops and derivatives, since their gradient would be dropped."""
+    """Raises an error if there are ops inside a loop or a derivative, because otherwise we would drop their
+    gradient.
+    """
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

@@ -17,18 +17,21 @@ Weights = dict[str, Any]
 
 
 class UntracedParameterWarning(UserWarning):
-    """Issued if a parameter affects the state without having a trace."""
+    """The warning that is issued if a parameter affects the state without having a trace."""
 
 
 class MixingWarning(UserWarning):
-    """Issued if the step mixes positions of the state, which the learner assumes to be independent."""
+    """The warning that is issued if a step mixes different positions of the state. (Learners assume that
+    these are independent of each other.)
+    """
 
 
 class Learned(NamedTuple):
-    """The output of a learner's `value_and_grad`.
+    """The output of `Learner.value_and_grad`.
 
     - `loss`: the loss for this step.
-    - `grads`: its gradient, with the same structure as the model. None for leaves that aren't trained.
+    - `grads`: the gradient of the loss. It has the same structure as the model, with None for leaves that
+        aren't trained.
     - `state`: the next state.
     - `traces`: the next traces.
     - `output`: the output of the step.
@@ -44,10 +47,10 @@ class Learned(NamedTuple):
 class Learner(abc.ABC):
     """Base class for algorithms that train a recurrent network forwards in time.
 
-    Backpropagation through time must store the whole history and traverse it in reverse. A learner instead
-    carries *traces*, which are derivatives of the state with respect to the weights, and returns a gradient
-    for the loss of each individual step. This means that memory usage is independent of the sequence length,
-    and that the weights can be updated at every step.
+    Backpropagation through time must store the whole history and then traverse it in reverse. In contrast a
+    learner carries *traces*, which are derivatives of the state with respect to the weights, and returns a
+    gradient for the loss of each individual step. This means that memory usage is independent of the sequence
+    length, and that you can update the weights after every step.
 
     Traces are kept for weights that are used through ETP primitives, such as
     [`matmul`][quaxlike.online_learning.matmul]. All other parameters only receive the gradient from within
@@ -70,12 +73,11 @@ class Learner(abc.ABC):
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
         """Initialises the traces prior to the first step.
 
-        **Arguments:** as for the step. Only their shapes and dtypes are used.
+        **Arguments:** as for the step. We only use their shapes and dtypes.
 
-        **Returns:** the traces, which are all zero.
+        **Returns:** the traces, all of which are zero.
 
-        **Raises:** `ValueError` if the step is not supported by this learner, for the reason given in the
-        message.
+        **Raises:** `ValueError` if this learner doesn't support the step. The error message gives the reason.
         """
         step = self._traced(model, state, inputs).step
         return self._first_traces(step)
@@ -89,18 +91,18 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Runs a single step and differentiates its loss. This should be called inside `jax.jit`.
+        """Runs a single step and differentiates its loss. You should typically call this inside `jax.jit`.
 
-        To obtain the gradient for a sequence, sum the gradients for each step. The step is evaluated several
-        times; the compiler merges duplicate computations, but side effects such as printing will happen more
-        than once.
+        To get the gradient for a whole sequence, just sum the gradients from each step. Note that the step is
+        evaluated several times. The compiler merges any duplicate computations, but side effects such as
+        printing will happen more than once.
 
         **Arguments:**
 
         - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
-        - `traces`: the output of `init`, or the traces from the previous step.
-        - `targets`: additional arguments for the loss.
+        - `traces`: the result of calling `init`, or the traces from the previous step.
+        - `targets`: any additional arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
         """
@@ -144,7 +146,7 @@ class Learner(abc.ABC):
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
         """Differentiates the loss with respect to the last states, but not through the next states.
 
-        This is nonzero if the last states are used directly by the output or by the input of an op.
+        For example, this is nonzero if the output or the input of an op uses the last states directly.
         """
         step, signals = traced.step, {}
         for group in step.groups:
@@ -207,11 +209,15 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """Returns the cotangents of a relation's weights, given the states' cotangents `(*states, S)`."""
+        """Returns the cotangents for the weights of a relation, given the cotangents `(*states, S)` of the
+        states.
+        """
 
 
 class Linearised:
-    """A linearised step: the derivatives of the next state with respect to the last state and to each y."""
+    """A linearised step, i.e. the derivatives of the next state with respect to the last state and to
+    each y.
+    """
 
     def __init__(
         self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -233,15 +239,18 @@ class Linearised:
         self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
 
     def by_state(self, group: int) -> Array:
-        """Returns a group's elementwise ∂h/∂h, `(*states, S, S)`. The last axis is for the last state."""
+        """Returns the elementwise derivative ∂h/∂h for a group, with shape `(*states, S, S)`. The last axis
+        corresponds to the last state.
+        """
         group_ = self.step.groups[group]
         return jnp.stack([self._columns(group_, state=j) for j in group_.components], axis=-1)
 
     def by_output(self, relation: Relation) -> Array:
-        """Returns the elementwise ∂h/∂y of a relation, of shape `(*states, S)` and with the same dtype as y.
+        """Returns the elementwise derivative ∂h/∂y for a relation. It has shape `(*states, S)` and the same
+        dtype as y.
 
-        If y is complex then these are cotangents, i.e. the derivative with respect to the real part, minus i
-        times the derivative with respect to the imaginary part.
+        If y is complex then these are cotangents. That is, they are the derivative with respect to the real
+        part, minus i times the derivative with respect to the imaginary part.
         """
         group, y = self.step.groups[relation.group], self.step.ops[relation.op].y_var.aval
         columns = self._columns(group, op=(relation.op, False))
@@ -252,21 +261,23 @@ class Linearised:
     def _columns(
         self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
     ) -> Array:
-        """Returns a group's derivatives with respect to a component of a state or of a y."""
+        """Returns the derivatives of a group with respect to one component of a state, or of a y."""
         primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
         shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
         return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
 
 
 def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
-    """Returns a tangent of ones (or of i, for an imaginary part) if `number` is chosen, or else of zeros."""
+    """Returns a tangent of ones (or of i, for an imaginary part) if `number` is chosen, and of zeros
+    otherwise.
+    """
     if chosen is None or chosen[0] != number:
         return jnp.zeros_like(like)
     return jnp.full_like(like, 1j if chosen[1] else 1)
 
 
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
-    """Stacks the real and imaginary parts of a group's states along a new trailing axis."""
+    """Stacks the real and imaginary parts of the states in a group along a new trailing axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
     return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
 
@@ -278,12 +289,14 @@ def _of_dtype(x: Array, dtype: Any) -> Array:
 
 
 def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:
-    """Converts cotangents to derivatives with respect to the real and imaginary parts."""
+    """Converts cotangents, which JAX conjugates, to derivatives with respect to the real and
+    imaginary parts.
+    """
     return {i: jnp.conj(x) if jnp.iscomplexobj(x) else x for i, x in by_state.items()}
 
 
 def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:
-    """Vectorises `fn` over the leading axes of the states, for those arguments that have these axes."""
+    """Vectorises `fn` over the leading axes of the states. Only the `mapped` arguments have these axes."""
     for _ in range(lead):
         fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
     return fn

@@ -1,9 +1,10 @@
 """Checks that a linear jaxpr acts on each position independently.
 
-Learners assume that the Jacobian of the next state is diagonal, both with respect to the last state and to
-each y; otherwise, they return incorrect gradients. To check this, we track positions through the jaxpr: for
-each variable and each argument, we keep track of the single position of the argument on which each element of
-the variable depends. An equation whose output depends on several positions is reported as mixing them.
+Learners assume that the Jacobian of the next state is diagonal, both with respect to the last state and with
+respect to each y. If this isn't the case then they return incorrect gradients. To check this assumption, we
+track positions through the jaxpr. That is, for each variable and each argument, we keep track of which
+(single) position of the argument each element of the variable depends on. If an element would depend on
+several positions, then we report the equation in question as mixing them.
 """
 
 import math
@@ -19,9 +20,9 @@ from ..primitives import DefinedPrimitive
 
 
 class Digit(NamedTuple):
-    """An axis of a variable, or a factor of one, that corresponds to an axis of the argument.
+    """An axis of a variable (or a factor of one) that corresponds to an axis of the argument.
 
-    The position along this axis is given by `argument index // stride % size`, plus `start`.
+    The position along this axis is `argument index // stride % size`, plus `start`.
     """
 
     axis: int
@@ -31,9 +32,11 @@ class Digit(NamedTuple):
 
 
 Place = tuple[tuple[Digit, ...] | None, ...]
-"""The digits for each axis of a variable, or None for axes that don't correspond to any of the argument's."""
+"""The digits for each axis of a variable. This is None for any axis that doesn't correspond to an axis of the
+argument.
+"""
 Places = dict[int, Place]
-"""Maps the index of each argument to the corresponding place."""
+"""Maps the index of each argument to its place."""
 
 
 class Mixed(Exception):
@@ -42,7 +45,9 @@ class Mixed(Exception):
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
         self.around = [eqn]
-        """The equation, then the calls and loops containing it, as not all of these have line numbers."""
+        """The equation, followed by the calls and loops that contain it. We need these because not every
+        equation has a line number.
+        """
 
     def __str__(self) -> str:
         line = next((line for eqn in self.around for line in lines_of(eqn)), None)
@@ -50,11 +55,11 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """Returns the place of the argument itself, with `lead` additional leading axes."""
+    """Returns the place of the argument itself, but with `lead` additional leading axes."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 
-# Primitives that are elementwise in those operands which can have tangents.
+# These are elementwise in each of the operands that can have a tangent.
 _ELEMENTWISE = frozenset(
     """add add_any sub mul div neg select_n convert_element_type reduce_precision real imag complex conj copy
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
@@ -82,7 +87,7 @@ class Positions:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """Returns the places of the outputs, given those of the arguments. Raises `Mixed`."""
+        """Returns the places of the outputs, given the places of the arguments. This might raise `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -96,7 +101,9 @@ class Positions:
         return [{} if isinstance(a, Literal) else env.get(a, {}) for a in opened.outvars]
 
     def mixed(self, eqn: JaxprEqn, argument: int, *places: Place) -> Mixed:
-        """Creates the error for an equation, or for an earlier one if it was there that positions moved."""
+        """Creates the error for an equation. If the positions were moved by an earlier equation then we blame
+        that one instead.
+        """
         return Mixed(
             next((self._moves[argument, p] for p in places if (argument, p) in self._moves), eqn), argument
         )
@@ -148,7 +155,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """Computes the places of a loop's carry, by iterating to a fixed point."""
+        """Computes the places for the carry of a loop, by iterating until we reach a fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:
@@ -172,8 +179,8 @@ class Positions:
 
 
 # -------------------------------------------------------------------------------------------------
-# Primitives that move positions. Each rule returns the places of the outputs, with None for any output that
-# depends on several positions.
+# Primitives that move positions. Each rule returns the places of the outputs. This is None for any output
+# whose elements each depend on several positions.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +216,10 @@ def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _reshape(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Splits axes into factors, and merges these into new axes."""
+    """Splits each axis into factors and then merges these factors into the new axes."""
     if places[0] is None or eqn.params.get("dimensions") is not None:
         return None
-    factors: list[Any] = []  # digits, or the sizes of axes that the argument doesn't have
+    factors: list[Any] = []  # each item is a digit, or the size of an axis that the argument doesn't have
     for digits, size in zip(places[0], eqn.invars[0].aval.shape, strict=True):
         factors += [size] if digits is None else digits
     out: list[Any] = []
@@ -258,7 +265,9 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
-    """Slices the digits of an axis to `low:high`, possibly out of bounds. Returns `...` if not possible."""
+    """Slices the digits of an axis to `low:high`, which might be out of bounds. Returns `...` if this isn't
+    possible.
+    """
     if digits is None or (low, high) == (0, size):
         return digits
     if len(digits) != 1:
@@ -335,14 +344,16 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Only valid if the slice spans all of the argument's axes."""
+    """The start index isn't known here, so this is only supported if the slice spans every axis of the
+    argument.
+    """
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
     return None if places[0] is None or any(places[0][i] is not None for i in cut) else places[0]
 
 
 def _update(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Overwrites some elements with elements that are independent of the argument."""
+    """Overwrites some of the elements. The new elements must be independent of the argument."""
     return places[0] if all(place is None for place in places[1:]) else None
 
 

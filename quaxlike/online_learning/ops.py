@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises an error unless the operands have compatible shapes. None is treated as having shape `()`."""
+    """Raises an error unless the operands have compatible shapes. An operand that is None has shape `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]
@@ -32,7 +32,7 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
 
 
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
-    """Wraps a function such that it also accepts Values outside of `quaxify`."""
+    """Wraps a function so that it also accepts Values outside `quaxify`."""
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
@@ -44,7 +44,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
-    """Creates a batching rule that binds the batched version of a primitive if only x is batched."""
+    """Creates a batching rule. If only x is batched then this binds the batched version of the primitive."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -59,7 +59,9 @@ def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
 def _product(
     name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
 ) -> tuple[ETPPrimitive, ETPPrimitive]:
-    """Creates two primitives for a product, in which x has shape `(batch..., in)` or `(in,)` respectively."""
+    """Creates the two primitives for a product. In the first one x has shape `(batch..., in)`, and in the
+    second one `(in,)`.
+    """
     options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
     of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
     of_one = register_primitive(f"etp_{name}mv", fn, **options)
@@ -69,7 +71,7 @@ def _product(
 
 
 def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """A `yw_to_w` rule for weights whose last axis is that of y."""
+    """A `yw_to_w` rule for weights that have the same last axis as y."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
@@ -85,7 +87,8 @@ def _weight_and_bias(params: Mapping[str, Any]) -> dict[str, int]:
     return {"weight": 1, "bias": 2} if params.get("has_bias", False) else {"weight": 1}
 
 
-# x is `(batch..., in)` or `(in,)`, w is `(in, out)`, and b is `(out,)` and requires `has_bias=True`.
+# Here x is `(batch..., in)` or `(in,)`, w is `(in, out)`, and b is `(out,)`. Passing b requires
+# `has_bias=True`.
 etp_mm_p, etp_mv_p = _product(
     "", _matmul, _weight_and_bias,
     yw_to_w=_scale_columns,
@@ -97,7 +100,7 @@ etp_mm_p, etp_mv_p = _product(
 @_takes_values
 @checked
 def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
-    """Computes `x @ w + bias`, with `w` and `bias` being trained online.
+    """Computes `x @ w + bias`, where `w` and `bias` are trained online.
 
     **Arguments:**
 
@@ -121,14 +124,14 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
 @register([etp_mm_p, etp_mv_p])
 def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
-    """Trains an adapter online, regardless of the type of weight it adapts."""
+    """Trains a LoRA adapter online, regardless of what type of weight it has been applied to."""
     plain = w.magnitude is None and (w.key is None or w.dropout == 0)
     if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
         return NotImplemented
 
     def product(x: Any, base: Any, a: Any, b: Any) -> jax.Array:
         y = matmul(x, base) if w.gradients == "train" else jnp.matmul(x, base)
-        # The rows of w correspond either to the rows of `b` or to the columns of `a`.
+        # Depending on the layout, the rows of w correspond to either the rows of `b` or the columns of `a`.
         first, then = (b, a) if w.out_axes == (-2,) else (a.T, b.T)
         return y + lora_matmul(x * w.scaling_in(x.dtype), first, then).astype(y.dtype)
 
@@ -145,8 +148,8 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # Traces decay separately for each element of y, but `b` does not have y's axis. We therefore keep a trace
-    # for the product `b @ a`, from which we compute the cotangents of both factors.
+    # Each element of y decays at its own rate, but `b` doesn't have the axis of y. So keep a trace for the
+    # product `b @ a` instead, from which we can compute the cotangents of both factors.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
     return {"product": jnp.zeros(shape, y_var.aval.dtype)}
@@ -161,7 +164,7 @@ def _solve_low_rank(
     return {"b": product @ a.T, "a": b.T @ product}
 
 
-# x is `(batch..., in)` or `(in,)`, b is `(in, rank)`, and a is `(rank, out)`.
+# Here x is `(batch..., in)` or `(in,)`, b is `(in, rank)`, and a is `(rank, out)`.
 etp_lora_mm_p, etp_lora_mv_p = _product(
     "lora_", _low_rank, lambda params: {"b": 1, "a": 2},
     yw_to_w=_scale_columns,
@@ -175,7 +178,7 @@ etp_lora_mm_p, etp_lora_mv_p = _product(
 @_takes_values
 @checked
 def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
-    """Computes `scale * x @ b @ a`, with `b` and `a` being trained online.
+    """Computes `scale * x @ b @ a`, where `b` and `a` are trained online.
 
     **Arguments:**
 
@@ -204,14 +207,15 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """The sparsity pattern of a weight. Patterns are hashable, and are compared by value.
+    """The sparsity pattern of a weight. Patterns are hashable and are compared by value, so they can be
+    static.
 
     **Arguments:**
 
-    - `rows`, `columns`: the indices of the entries, as integers of shape `(entries,)`.
+    - `rows`, `columns`: the indices of each entry, as integers of shape `(entries,)`.
     - `shape`: the shape `(in, out)` of the weight.
 
-    **Raises:** `ValueError` if any entries are out of bounds.
+    **Raises:** `ValueError` if any of the indices are out of bounds.
     """
 
     @checked
@@ -258,7 +262,8 @@ def _scale_entries(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) 
     return {"weight": trace["weight"] * g[..., pattern.columns]}
 
 
-# x is `(batch..., in)` or `(in,)`, and w's entries are `(entries,)`, with their indices in `pattern`.
+# Here x is `(batch..., in)` or `(in,)`, and the entries of w are `(entries,)`. The indices of the entries are
+# in `pattern`.
 etp_sp_mm_p, etp_sp_mv_p = _product(
     "sp_", _sparse_matmul,
     yw_to_w=_scale_entries,
@@ -270,13 +275,13 @@ etp_sp_mm_p, etp_sp_mv_p = _product(
 @_takes_values
 @checked
 def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
-    """Computes `x @ w` for a sparse `w`, with its entries being trained online.
+    """Computes `x @ w` for a sparse matrix `w`, whose entries are trained online.
 
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
-    - `data`: the values of the entries, of shape `(entries,)`.
-    - `pattern`: the indices of the entries. Entries with the same indices are summed.
+    - `data`: the values of the entries, with shape `(entries,)`.
+    - `pattern`: the indices of the entries. If several entries have the same indices then they are summed.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -313,12 +318,12 @@ etp_elemwise_p.register_etp_rules(
 def elementwise(w: ArrayLike) -> jax.Array:
     """Marks a weight that acts elementwise on the state, so that it is trained online.
 
-    Any function of the parameter itself, such as a sigmoid, is differentiated as usual:
-    `elementwise(jax.nn.sigmoid(log_decay)) * h`.
+    It's fine to apply a function (such as a sigmoid) to the parameter first, as this is differentiated as
+    usual. For example, `elementwise(jax.nn.sigmoid(log_decay)) * h`.
 
     **Arguments:**
 
-    - `w`: an array whose shape is that of the state, or of its trailing axes.
+    - `w`: an array. This must have the same shape as the state, or as its trailing axes.
 
     **Returns:** `w`.
     """
@@ -333,7 +338,7 @@ def _look_up(indices: Any, table: Any) -> jax.Array:
 
 
 def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """An `xy_to_dw` rule, where x is either the indices or the trace of their one-hot encoding."""
+    """An `xy_to_dw` rule. Here x is either the indices, or the trace of their one-hot encoding."""
     fn = (lambda w: jnp.matmul(x, w)) if jnp.issubdtype(x.dtype, jnp.inexact) else (lambda w: _look_up(x, w))
     return {"weight": jax.vjp(fn, weights["weight"])[1](g)[0]}
 
@@ -343,7 +348,7 @@ def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
     return jax.nn.one_hot(x, table.shape[0], dtype=table.dtype)
 
 
-# indices are `(batch...)`, and table is `(vocabulary, features)`.
+# Here indices are `(batch...)`, and table is `(vocabulary, features)`.
 etp_emb_p = register_primitive("etp_emb", _look_up, batched=True, batching=_onto_batched(lambda: etp_emb_p))
 etp_emb_p.register_etp_rules(
     yw_to_w=_scale_columns,
@@ -357,9 +362,10 @@ etp_emb_p.register_etp_rules(
 @_takes_values
 @checked
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
-    """Computes `table[indices]`, with `table` being trained online.
+    """Computes `table[indices]`, where `table` is trained online.
 
-    With D-RTRL, each example's trace is as large as the table. The traces of pp_prop are small.
+    Note that with D-RTRL, the trace for each example is as large as the whole table. If this is too much then
+    use pp_prop, for which the traces are small.
 
     **Arguments:**
 
@@ -407,20 +413,23 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """Extracts the window of x at each spatial position of y: `(batch, *space, *window, in)`."""
+    """Extracts the window of x at each spatial position of y. The result has shape `(batch, *space, *window,
+    in)`.
+    """
     *window, n_in, _ = kernel.shape
     size = n_in
     for n in window:
         size *= n
-    # Use one output channel per element of the window, whose kernel selects only that element.
+    # Use a convolution with one output channel per element of the window, where each channel selects just
+    # that element.
     picking = jnp.eye(size, dtype=x.dtype).reshape(*window, n_in, size)
     patches = _conv_general(x, picking, **params)
     return patches.reshape(*patches.shape[:-1], *window, n_in)
 
 
 def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # The kernel is shared by all spatial positions of y, but each of them decays separately. We therefore
-    # keep a trace per position, and sum over these when computing the gradient.
+    # The kernel is shared by all spatial positions of y, but each position decays at its own rate. So keep a
+    # trace for each position, and only sum over these when computing the gradient.
     y = y_var.aval
     kernel = weight_vars["weight"].aval.shape
     zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
@@ -428,7 +437,7 @@ def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_state
 
 
 def _beside_window(g: Any, ndim: int) -> Any:
-    """Inserts axes of size 1 before the last axis of `g`, for a total of `ndim` axes."""
+    """Inserts axes of size 1 before the last axis of `g`, so that it has `ndim` axes in total."""
     return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
 
 
@@ -444,7 +453,7 @@ def _conv_instant(
     return {"weight": patches * _beside_window(g, patches.ndim)} | ({"bias": g} if has_bias else {})
 
 
-# x is `(batch, *space, in)`, kernel is `(*window, in, out)`, and bias is `(out,)` and requires
+# Here x is `(batch, *space, in)`, kernel is `(*window, in, out)`, and bias is `(out,)`. Passing bias requires
 # `has_bias=True`.
 etp_conv_p = register_primitive("etp_conv", _conv, batched=True, trainable_invars_fn=_weight_and_bias)
 etp_conv_p.register_etp_rules(
@@ -467,17 +476,17 @@ def conv(
     padding: str | Sequence[tuple[int, int]] = "SAME",
     dilation: Sequence[int] | None = None,
 ) -> jax.Array:
-    """A convolution over one, two or three spatial axes, with `kernel` and `bias` being trained online.
+    """A convolution over one, two or three spatial axes, where `kernel` and `bias` are trained online.
 
-    With D-RTRL, the trace for each spatial position of the output is as large as the kernel. The traces of
-    pp_prop are as large as the output.
+    Note that with D-RTRL, the trace for each spatial position of the output is as large as the kernel. In
+    contrast the traces of pp_prop are only as large as the output.
 
     **Arguments:**
 
     - `x`: array of shape `(batch, *space, in)`.
     - `kernel`: array of shape `(*window, in, out)`.
     - `bias`: array of shape `(out,)`. Defaults to no bias.
-    - `strides`, `dilation`: one integer per spatial axis. Defaults to 1.
+    - `strides`, `dilation`: one integer per spatial axis. Defaults to 1 for every axis.
     - `padding`: either `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 
     **Returns:** an array of shape `(batch, *space, out)`.

@@ -22,16 +22,16 @@ RULES = {
     "solve": "solve(g, trace, weights, **params) -> dict of arrays by trainable",
     "pp_input": "pp_input(x, weights, **params) -> array",
 }
-"""The signature of each rule, for use in error messages."""
+"""The signature of each rule, which we use in error messages."""
 
 
 class ETPPrimitive(DefinedPrimitive):
     """A primitive that marks the use of trainable weights. ETP stands for eligibility trace propagation.
 
-    These are created with [`register_primitive`][quaxlike.online_learning.register_primitive]. Each primitive
-    computes an output y from an input x and some weights. A learner finds the primitive's equations in the
-    step of a recurrent network, and uses its rules to propagate traces and to compute gradients. Each rule is
-    stored in a slot of the same name.
+    You can create one of these using [`register_primitive`][quaxlike.online_learning.register_primitive].
+    Each primitive computes an output y from an input x and some weights. A learner looks for these primitives
+    in the step of a recurrent network. It then uses their rules to propagate traces and compute gradients.
+    Each rule is stored in a slot with the same name.
     """
 
     batched: bool = False
@@ -46,8 +46,8 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: a function `rule(g, trace, **params) -> trace`. `g` has the same shape as y, and `trace` is
-            a dict with one entry per trainable. For example, for y = x @ w, `trace["weight"]` has shape
-            `(..., in, out)`, and the rule returns `{"weight": trace["weight"] * g[..., None, :]}`.
+            a dict with one entry per trainable. For example if y = x @ w, then `trace["weight"]` has shape
+            `(..., in, out)`, and the rule should return `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
         """
@@ -59,7 +59,7 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: a function `rule(x, g, weights, **params) -> dict`, where `g` is the cotangent of y. It
-            returns a cotangent for each trainable in the dict `weights`, summed over the batch.
+            should return a cotangent for each trainable in the dict `weights`, summed over the batch.
 
         **Returns:** the rule.
         """
@@ -70,9 +70,10 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states) -> dict`. It returns zeros of shape
-            `(batch..., *weight, num_states)` for each trainable. Each variable has an `aval`. `weight_vars`
-            is a dict with one variable per trainable, and `x_var` is None for primitives without an input.
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states) -> dict`. It should return zeros of
+            shape `(batch..., *weight, num_states)` for each trainable. Each variable has an `aval`.
+            `weight_vars` is a dict with one variable per trainable, and `x_var` is None if the primitive
+            doesn't have an input.
 
         **Returns:** the rule.
         """
@@ -83,7 +84,7 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)` that returns zeros of shape
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)`. It should return zeros of shape
             `(*y, num_states)`.
 
         **Returns:** the rule.
@@ -101,18 +102,20 @@ class ETPPrimitive(DefinedPrimitive):
         solve: Callable[..., Any] | None = None,
         pp_input: Callable[..., Any] | None = None,
     ) -> None:
-        """Registers several rules at the same time. Any rules that are None are left unchanged.
+        """Registers several rules at the same time. If a rule is None then the existing one is left
+        unchanged.
 
         **Arguments:**
 
         - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the corresponding methods.
-        - `instant`: a function `instant(x, g, weights, **params)` that returns the contribution of a single
-            step to D-RTRL's traces, scaled by `g`. This is required if the trace and the weight have
-            different shapes. Defaults to applying `xy_to_dw` to each example.
-        - `solve`: a function `solve(g, trace, weights, **params)` that returns the weights' cotangents, given
-            their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum over the batch.
-        - `pp_input`: a function `pp_input(x, weights, **params)` whose output is what pp_prop keeps a trace
-            of. y must be linear in this. Defaults to returning x.
+        - `instant`: a function `instant(x, g, weights, **params)`. It should return the contribution of a
+            single step to the traces of D-RTRL, scaled by `g`. You only need this if the trace and the weight
+            have different shapes. Defaults to applying `xy_to_dw` to each example.
+        - `solve`: a function `solve(g, trace, weights, **params)`. It should return the cotangents of the
+            weights, given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum
+            over the batch.
+        - `pp_input`: a function `pp_input(x, weights, **params)`. This computes the quantity that pp_prop
+            keeps a trace of, in which y must be linear. Defaults to returning x.
         """
         rules = {
             "yw_to_w": yw_to_w,
@@ -162,15 +165,15 @@ def register_primitive(
     **Arguments:**
 
     - `name`: an identifier, which must be unique amongst all primitives.
-    - `impl_fn`: a function that computes y, given arrays as positional arguments and static parameters as
-        keyword arguments.
+    - `impl_fn`: a function that computes y. It should accept arrays as positional arguments and static
+        parameters as keyword arguments.
     - `batched`: whether x and y have leading batch axes.
-    - `gradient_enabled`: whether gradients from another y, or from the last state, can flow through y to the
-        state. This should be True for elementwise operations. Gradients through all other ETP primitives are
-        stopped.
-    - `trainable_invars_fn`: a function from the parameters to a dict from the names of the trainable operands
-        to their indices. Defaults to `{"weight": 1}`.
-    - `x_invar_index`: the index of the input, or None if there is no input.
+    - `gradient_enabled`: whether gradients (from another y, or from the last state) can flow through y to the
+        state. This should be True for elementwise operations. For all other ETP primitives these gradients
+        are stopped.
+    - `trainable_invars_fn`: a function that returns a dict from the name of each trainable operand to its
+        index, given the parameters. Defaults to `{"weight": 1}`.
+    - `x_invar_index`: the index of the input, or None if there isn't an input.
     - `y_outvar_index`: the index of y amongst the outputs of the equation.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
@@ -216,18 +219,20 @@ def is_etp_primitive(primitive: Any) -> bool:
 
 
 def is_batched_primitive(primitive: Any) -> bool:
-    """Returns whether this is an ETP primitive with leading batch axes."""
+    """Returns whether a primitive is an ETP primitive with leading batch axes."""
     return is_etp_primitive(primitive) and primitive.batched
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Returns whether this is an ETP primitive through which gradients can flow to the state."""
+    """Returns whether a primitive is an ETP primitive that allows gradients to flow through it to the
+    state.
+    """
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
 @checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Returns a dict from the names of the trainable operands to their indices, given these parameters."""
+    """Returns a dict from the name of each trainable operand to its index, given these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
     found: Any = primitive.trainable_invars_fn({} if params is None else params)
@@ -241,7 +246,7 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
 
 @checked
 def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
-    """Returns the operand index of the input, or None if there is no input."""
+    """Returns the index of the input amongst the operands, or None if there isn't an input."""
     return primitive.x_invar_index
 
 
@@ -251,13 +256,14 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
     return primitive.y_outvar_index
 
 
-# Rules that are shared by many primitives ---------------------------------------------------------
+# Rules that are used by several primitives --------------------------------------------------------
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """Creates an `init_drtrl` rule, which returns zeros of shape `(batch..., *weight, num_states)`.
+    """Creates an `init_drtrl` rule that returns zeros of shape `(batch..., *weight, num_states)`.
 
-    `batch` is the number of x's batch axes. This can also be a function that computes it from x's aval.
+    `batch` is the number of batch axes in x. If this isn't known in advance then you can also pass a function
+    that computes it from the aval of x.
     """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -272,12 +278,14 @@ def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[
 
 
 def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
-    """An `init_pp` rule, which returns zeros of shape `(*y, num_states)`."""
+    """An `init_pp` rule that returns zeros of shape `(*y, num_states)`."""
     return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Creates an `xy_to_dw` rule from the VJP of `fn(x, *weights, **params)`. `keys` names the weights."""
+    """Creates an `xy_to_dw` rule from the VJP of `fn(x, *weights, **params)`, where `keys` are the names of
+    the weights.
+    """
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
         present = [key for key in keys if key in weights]

@@ -1,4 +1,4 @@
-"""The traced step of a recurrent network, and the ways in which it is evaluated for online learning."""
+"""The traced step of a recurrent network, and the different ways of evaluating it for online learning."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,11 +24,12 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step:
-    """A traced step, from leaves of the parameters, state and inputs to leaves of the next state and output.
+    """A traced step. It maps leaves of the parameters, state and inputs to leaves of the next state and
+    output.
 
-    All calls are inlined to obtain one flat list of equations, in which equal equations are merged. This
-    means that every intermediate value corresponds to a single variable, so that we can cut the step at any
-    op.
+    We inline all calls to obtain one flat list of equations, and then merge any equations that are equal.
+    This means that every intermediate value corresponds to a single variable, so that we can cut the step at
+    any op.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step, computing the outputs of ops with `on_op`. Returns the next state and the output."""
+        """Runs the step, except that the outputs of ops are computed by `on_op`. Returns the next state and
+        the output.
+        """
         read, env = self._environment(params, state, inputs)
         for i, eqn in enumerate(self.eqns):
             operands = list(map(read, eqn.invars))
@@ -72,17 +75,18 @@ class Step:
     ) -> tuple[list[Any], list[Any]]:
         """Returns the next state and the output, with derivatives that exclude the contributions of traces.
 
-        The derivative with respect to a shift of a next state is its effect on the output, either directly or
-        through ops. This excludes its effect on other states, which is already included in the traces. The
-        derivative with respect to a shift in `last`, which shifts the last states of one group, is similar,
-        and excludes any recurrence through ops (i.e. effects on next states that in turn affect the group).
-        The derivative with respect to parameters includes everything apart from the effect that traced
-        weights have on the state through their own op.
+        - The derivative with respect to a shift of a next state is its effect on the output, either directly
+            or through ops. It excludes the effect on other states, because the traces already include this.
+        - The derivative with respect to a shift in `last`, which shifts the last states of one group, is
+            similar. It also excludes any recurrence through ops (i.e. effects on next states that in turn
+            affect the group).
+        - The derivative with respect to parameters includes everything, apart from the effect that traced
+            weights have on the state through their own op.
         """
-        # We evaluate the step twice in parallel, such that the values are equal but the derivatives differ.
-        # `seen` computes the output and the inputs of ops: states are shifted, and weights are
-        # differentiated. `inner` computes the next states: states are not shifted, and ops act on the
-        # operands from `seen` but with traced weights held fixed.
+        # We evaluate the step twice in parallel, so that the values are equal but the derivatives are
+        # different. `seen` computes the output and the inputs of ops. Here states are shifted and weights are
+        # differentiated. `inner` computes the next states. Here states aren't shifted, and ops act on the
+        # operands from `seen`, but with traced weights held fixed.
         shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
@@ -105,7 +109,9 @@ class Step:
         return results[: self.num_state], results[self.num_state :]
 
     def _coupled(self, states: Collection[int]) -> set[int]:
-        """Returns the states that both affect and are affected by these states, now or at a later step."""
+        """Returns all states that both affect these states and are affected by them, now or at some later
+        step.
+        """
         if not states:
             return set()
         acts_on = [self._acts_on(i) for i in range(self.num_state)]
@@ -118,7 +124,7 @@ class Step:
         }
 
     def _acts_on(self, i: int) -> set[int]:
-        """Returns the next states that depend on a state or on its next value."""
+        """Returns the next states that depend on a given state, or on its next value."""
         own = (self.jaxpr.invars[self.num_params + i], self.next_vars[i])
         reached = {var for var in own if not isinstance(var, Literal)}
         for eqn in self.eqns:
@@ -127,7 +133,9 @@ class Step:
         return {j for j, var in enumerate(self.next_vars) if not isinstance(var, Literal) and var in reached}
 
     def way_past_traces(self, param: int) -> tuple[str, str]:
-        """Explains how a parameter affects the state without having a trace, and how to fix this."""
+        """Explains how a parameter affects the state without having a trace, and how the user can fix
+        this.
+        """
         avals = [*self.param_avals, *self.state_avals, *self.input_avals]
         n, m = len(self.param_avals), len(self.param_avals) + self.num_state
 
@@ -155,7 +163,7 @@ class Step:
         )
 
     def _before(self, op: Op) -> list[Op]:
-        """Returns the ops on which an op's operands depend."""
+        """Returns the ops that the operands of `op` depend on."""
         needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
         found = []
         for i in reversed(range(op.index)):
@@ -181,7 +189,7 @@ class Step:
     ) -> list[Any]:
         """Returns the next state as a function of the last state and of a shift for each y.
 
-        Gradients through ops are stopped, except for ops that are gradient-enabled.
+        This stops gradients through ops, unless they are gradient-enabled.
         """
 
         def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -199,7 +207,9 @@ class Step:
     # ----------------------------------------------------------------------------------------------
 
     def _find_ops(self, num_held: int) -> list[Op]:
-        """Finds equations with trained weights. `num_held` is the number of untrained arrays in the model."""
+        """Finds the equations that have trained weights. The model has `num_held` arrays that aren't
+        trained.
+        """
         found = []
         n, m = self.num_params, self.num_params + self.num_state
         data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
@@ -227,7 +237,7 @@ class Step:
         return found
 
     def _find_groups(self) -> list[Group]:
-        """Groups together states that depend on each other from one step to the next."""
+        """Groups together all states that depend on each other from one step to the next."""
         parent = list(range(self.num_state))
 
         def root(i: int) -> int:
@@ -280,7 +290,7 @@ class Step:
         return relations
 
     def mixing(self) -> str | None:
-        """Explains how the step mixes positions, or returns None if it doesn't."""
+        """Explains how the step mixes positions. Returns None if it doesn't."""
         moving = sorted(i for group in self.groups for i in group.states)
         ops = sorted(self.traced)
 
@@ -317,7 +327,9 @@ class Step:
         return None
 
     def _reached_by(self, number: int) -> list[bool]:
-        """Returns whether each next state has a derivative with respect to a state or to the shift of a y."""
+        """Returns, for each next state, whether it has a derivative with respect to a given state or a shift
+        of some y.
+        """
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -330,7 +342,7 @@ class Step:
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
-    """Returns whether each output of `fn` has a derivative with respect to one of its arguments."""
+    """Returns, for each output of `fn`, whether it has a derivative with respect to a given argument."""
 
     def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
         return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])
@@ -342,9 +354,9 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 
 
 class TracedStep:
-    """A step function `step(model, state, *inputs) -> (state, output)`, traced with the given arguments.
+    """A step function `step(model, state, *inputs) -> (state, output)`, traced for some particular arguments.
 
-    `params` are those arrays in the model which are trained, and `inputs` are all of its other arrays
+    Here `params` are the arrays in the model that are trained. `inputs` are all other arrays in the model,
     followed by the actual inputs.
     """
 

@@ -1,4 +1,4 @@
-"""Optax extensions: quantised optimiser states and separate learning rates for adapters."""
+"""Extensions to Optax, namely quantised optimiser states and separate learning rates for adapters."""
 
 from .lora_plus import lora_plus
 from .quantize_state import QuantizedState, quantize_state

@@ -1,4 +1,4 @@
-"""LoRA+: uses a larger learning rate for those adapter parameters that are initialised to zero."""
+"""LoRA+, which uses a larger learning rate for those adapter parameters that are initialised to zero."""
 
 from typing import Any
 
@@ -15,9 +15,10 @@ from ..core.values import replace_fields
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
     """Uses a different learning rate for the `b` matrix of each LoRA, by scaling its updates.
 
-    If both matrices use the same learning rate, then `b` learns too slowly in wide layers, since it is
-    initialised to zero and its optimal learning rate is larger. Custom adapters should list the relevant
-    parameters in their `faster` attribute. This should be the last transformation in a chain.
+    The `b` matrix is initialised to zero, and its optimal learning rate is larger than that of the `a`
+    matrix. This means that if both of them use the same learning rate, then `b` learns too slowly in wide
+    layers. You should typically make this the last transformation in a chain. If you write a custom adapter,
+    then list the relevant parameters in its `faster` attribute.
 
     **Arguments:**
 
@@ -25,7 +26,8 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
     **Returns:**
 
-    A gradient transformation. Its `init` raises a `ValueError` if no trained parameters would be affected.
+    A gradient transformation. Its `init` raises a `ValueError` if this wouldn't affect any of the trained
+    parameters.
 
     !!! example
 
@@ -62,7 +64,9 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Returns whether `x` is an adapter, which can also be the trainable half of a partitioned adapter."""
+    """Returns whether `x` is an adapter. Note that this might be just the trainable half of a partitioned
+    adapter.
+    """
     return isinstance(x, AdaptedArray)
 
 

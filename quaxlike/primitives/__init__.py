@@ -1,4 +1,4 @@
-"""JAX primitives from one function, for authors of operations."""
+"""Tools for defining JAX primitives from a single function, aimed at authors of new operations."""
 
 from .custom_dce import custom_dce
 from .define import define_primitive

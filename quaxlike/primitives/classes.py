@@ -1,6 +1,7 @@
-"""Names of JAX primitives that behave alike, for rules written as tables.
+"""Groups of JAX primitives that behave alike, so that you can register one rule for all of them.
 
-JAX releases differ in a few primitives; each class only holds what the installed release has.
+The available primitives vary slightly between JAX versions, so each group only contains those that are
+available in the version of JAX you have installed.
 
 !!! example
 
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def installed(names: str) -> tuple[str, ...]:
-    """Splits a string at spaces, and keeps the primitives in the installed JAX."""
+    """Splits a string at spaces and keeps only the primitives that exist in the installed version of JAX."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 
@@ -45,7 +46,7 @@ ZERO_PRESERVING = installed(
     "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
     "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
 )
-"""Elementwise functions of one array which map zero to zero."""
+"""Elementwise functions of one array that map zero to zero. (So these preserve sparsity.)"""
 
 ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
     "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
@@ -54,21 +55,23 @@ ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
 """Elementwise functions of one array."""
 
 COMPARISONS = installed("eq ne lt le gt ge eq_to le_to lt_to")
-"""Elementwise functions of two arrays with booleans as results."""
+"""Elementwise functions of two arrays that return booleans."""
 
 ELEMENTWISE_BINARY = COMPARISONS + installed(
     "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "
     "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex"
 )
-"""Elementwise functions of two arrays. One of these may have shape ()."""
+"""Elementwise functions of two arrays. Note that one of the arrays might be a scalar, i.e. have shape
+`()`.
+"""
 
 REARRANGEMENTS = installed(
     "broadcast_in_dim expand_dims reshape rev slice split squeeze tile transpose unstack"
 )
-"""Functions of one array that move, repeat or omit its elements."""
+"""Functions of one array that move, repeat or drop its elements."""
 
 REDUCTIONS = installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
-"""Reductions of one array over `axes`."""
+"""Functions that reduce one array over `axes`."""
 
 CUMULATIVE = installed("cumsum cumprod cummax cummin cumlogsumexp")
-"""Cumulative reductions of one array along `axis`, which keep its shape."""
+"""Functions that accumulate one array along `axis`. The result has the same shape."""

@@ -1,9 +1,9 @@
-"""`custom_dce`: functions with a rule for computing less if some results are not used.
+"""`custom_dce`, for functions that can compute less if some of their results are unused.
 
-Nothing that outlives a trace is allowed to contain its tracers. JAX eliminates dead code after the trace has
-ended, and this is when the user's rule is called. A tracer in the closure of the rule would therefore be a
-leak, so we extract all tracers from closures beforehand, pass them as operands, and replace them when the
-rule is called.
+Nothing that outlives a trace is allowed to contain tracers from that trace. JAX eliminates dead code only
+after the trace has ended, and this is when it calls the user-provided rule. A tracer in the closure of the
+rule would therefore be a leak. So beforehand we extract all tracers from closures and pass them as operands,
+and put the new values back in when the rule is called.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# This is part of JAX's cache keys, so that defining a new rule retraces anything that was traced with the old
-# one.
+# This is part of the cache keys used by JAX, so that defining a new rule for a function retraces everything
+# that was traced with the old one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
@@ -49,11 +49,11 @@ _lock = threading.Lock()
 class custom_dce(Generic[_P, _T]):
     """Gives a function a rule for dead code elimination, i.e. what to compute if only some results are used.
 
-    `jax.jit` removes unused results, but it can't do so for a kernel, which always computes all of its
-    results. By defining a rule, you can call a different kernel that only computes some of them. The rule is
-    called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`, `checkpoint`
-    etc.), but not when running eagerly, or when all results are used. Inputs that the rule doesn't use are
-    not computed either.
+    Normally `jax.jit` removes unused results by itself. It can't do so for a kernel, as this always computes
+    all of its results. By defining a rule, you can call a different kernel that only computes some of them.
+    The rule is called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`,
+    `checkpoint` etc.). It isn't called when running eagerly, or when all results are used. If the rule
+    doesn't use some of the inputs then these aren't computed either.
 
     The rule is used under every transform. In particular, JAX differentiates the computation defined by the
     rule, so that any results that aren't used by the caller or the backward pass are never computed. For this
@@ -85,13 +85,15 @@ class custom_dce(Generic[_P, _T]):
 
     **Arguments:**
 
-    - `fun`: a function on pytrees. Leaves that aren't arrays (e.g. activation functions) are passed through.
-    - `static_argnums`: positions of arguments to pass on unchanged.
+    - `fun`: a function on pytrees. Any leaves that aren't arrays (e.g. activation functions) are passed
+        through.
+    - `static_argnums`: the positions of any arguments that should be passed on unchanged.
 
-    The interface follows `jax.experimental.custom_dce`, which JAX had until 0.9.
+    The interface is the same as that of `jax.experimental.custom_dce`, which was part of JAX until version
+    0.9.
     """
 
-    functions_held = ("fun", "_rule", "__wrapped__")  # may hold tracers: see `extract_tracers`
+    functions_held = ("fun", "_rule", "__wrapped__")  # these might hold tracers, see `extract_tracers`
 
     @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
@@ -101,7 +103,7 @@ class custom_dce(Generic[_P, _T]):
         functools.update_wrapper(self, fun, updated=())
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
-        self.identity = object()  # shared by copies in which tracers have been replaced
+        self.identity = object()  # shared by all copies, including those in which tracers have been replaced
 
     def def_dce(self, rule: _R) -> _R:
         """Sets the rule.
@@ -111,8 +113,9 @@ class custom_dce(Generic[_P, _T]):
         - `rule`: this is called as `rule(*statics, used_outs, *args)`, where `statics` are the arguments at
             `static_argnums`, `used_outs` is a tree of bools specifying which results are used, and `args` are
             the remaining arguments. It should return the result of the function, in which any unused arrays
-            are ignored. As a shorthand, you can return None in place of an unused array or tree, and a single
-            array in place of all arrays in a tree (or in the whole result).
+            are ignored. As a shorthand, you can return None in place of an unused array or tree. You can also
+            return a single array in place of a tree (or the whole result), in which case it is used for every
+            array in that tree.
 
         **Returns:** the rule.
         """
@@ -141,20 +144,20 @@ class custom_dce(Generic[_P, _T]):
         return self if instance is None else jtu.Partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # Other attributes of the function, such as the methods of a `jax.custom_jvp`, `custom_vjp` or
-        # `custom_vmap`.
+        # Look up any other attributes on the function itself. For example this makes it possible to call the
+        # methods of a `jax.custom_jvp`, `custom_vjp` or `custom_vmap`.
         if name == "fun" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.fun, name)
 
     @property
     def dce_rule(self) -> Callable[..., Any] | None:
-        """The rule; None before it is defined."""
+        """The rule, or None if it hasn't been defined yet."""
         return self._rule
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the function."""
         return getattr(self.fun, "__name__", repr(self.fun))
 
     def _resolve(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -170,7 +173,9 @@ class custom_dce(Generic[_P, _T]):
         return list(bound.args)
 
     def _separate(self, args: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Static and other arguments by position; the static ones in their given order."""
+        """Returns the static arguments and the other arguments, each as a dictionary from position to value.
+        Static arguments are in the same order as in `static_argnums`.
+        """
         positions = []
         for i in self.static_argnums:
             if not -len(args) <= i < len(args):
@@ -192,10 +197,10 @@ class custom_dce(Generic[_P, _T]):
 def _call(
     of: custom_dce[Any, Any], rule: Callable[..., Any], statics: dict[int, Any], dynamic: dict[int, Any]
 ) -> Any:
-    """Calls a `custom_dce` function under a trace."""
+    """Calls a `custom_dce` function whilst it is being traced."""
     arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
-    # The rule runs after this trace has ended, so we turn the tracers in its closure into operands. (The ones
-    # in the closure of the function are found when it is traced.)
+    # By the time the rule is called this trace has ended, so turn the tracers in its closure into operands.
+    # (We don't have to do this for the function itself, as it is traced below.)
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
@@ -231,10 +236,10 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """A tree of arrays and other objects, with the arrays taken out."""
+    """A tree containing both arrays and other objects, from which the arrays have been taken out."""
 
     tree: Any
-    mask: Sequence[bool]  # which leaves are arrays
+    mask: Sequence[bool]  # whether each leaf is an array
     others: Sequence[Any]
 
     @classmethod
@@ -250,21 +255,23 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule for one call. As it outlives the trace of the call, it doesn't contain any of its tracers."""
+    """The rule for one particular call. This outlives the trace of that call, so it doesn't contain any
+    tracers.
+    """
 
     name: str
     identity: object
     refused: frozenset[Used]
     axes: dict[Hashable, int]
     debug_info: DebugInfo
-    held: Any  # the user's rule and the static arguments
+    held: Any  # the user-provided rule together with the static arguments
     num_captured: int
     num_consts: int
-    avals: Sequence[Any]  # captured tracers, then arguments; after the constants
+    avals: Sequence[Any]  # for the captured tracers and then the arguments; the constants aren't included
     given: _Mixed
     returned: _Mixed
     out_avals: Sequence[Any]
-    declares: Any  # the function's jaxpr, if it declares derivatives
+    declares: Any  # the jaxpr of the function if it declares a derivative, otherwise None
 
     def __call__(self, used: Used) -> Narrowed:
         if used in self.refused:
@@ -284,8 +291,8 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # This also applies the rules of any functions called by this rule, and removes operands that are no
-        # longer used.
+        # If this rule calls other functions that have a rule, then this applies their rules as well. It also
+        # removes any operands that are no longer used.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         used_ins = (*[False] * self.num_consts, *used_ins)
@@ -306,7 +313,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """Returns the rule's result for each leaf; None if it returned nothing there."""
+        """Returns what the rule returned for each leaf. This is None if it didn't return anything there."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
@@ -339,10 +346,10 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """Returns the calls whose rule is being traced.
+    """Returns the calls for which we are currently tracing the rule.
 
-    It's fine for a rule to call its own function, but we don't apply it to the same call again, as this would
-    lead to infinite recursion.
+    It's fine for a rule to call its own function. However we mustn't apply the rule to the same call a second
+    time, because this would lead to infinite recursion.
     """
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 
@@ -370,17 +377,18 @@ def _is_array(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Hole:
-    """A placeholder for a tracer."""
+    """A placeholder for the tracer with this index."""
 
     index: int
 
 
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
-    """Extracts the tracers that functions have captured in closures, defaults, partials or bound methods.
+    """Extracts any tracers that functions have captured in closures, defaults, partials or bound methods.
 
-    Objects with `__jax_array__` are converted to arrays first.
+    Objects with `__jax_array__` are first converted to arrays.
 
-    **Returns:** the tree without tracers, and each tracer once. See `fill_tracers` for the inverse.
+    **Returns:** the tree without its tracers, together with a list of the tracers, in which each of them
+    appears once. Use `fill_tracers` for the inverse.
     """
     tracers: list[Any] = []
 
@@ -399,7 +407,7 @@ def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
 
 
 def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
-    """The inverse of `extract_tracers`, with `values` instead of the tracers."""
+    """The inverse of `extract_tracers`, except that it fills in `values` rather than the original tracers."""
 
     def fill(x: Any) -> Any:
         return values[x.index] if isinstance(x, _Hole) else x
@@ -408,20 +416,23 @@ def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
 
 
 def becomes_array(x: Any) -> bool:
-    """Returns whether `x`, possibly a tree, converts to an array (`__jax_array__` is None if it does not)."""
+    """Returns whether `x` (which might be a tree) can be converted to an array. (A type can opt out by
+    setting `__jax_array__` to None.)
+    """
     return getattr(x, "__jax_array__", None) is not None
 
 
 class _Copy:
-    """Copies functions and everything inside them.
+    """Copies functions together with everything inside them.
 
-    Each function is only copied once, and before its contents, because functions can contain themselves and
-    each other.
+    Functions can contain themselves and each other, so we copy each function just once, and make sure to
+    remember the copy before copying its contents.
     """
 
     def __init__(self, of_leaf: Callable[[Any], Any]) -> None:
         self._of_leaf = of_leaf
-        self._copies: dict[int, tuple[Any, Any]] = {}  # by id; this keeps the original alive
+        # Keyed by id, which is safe because we also hold on to the original.
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, value: Any) -> Any:
         return jtu.tree_map(self._leaf, value, is_leaf=becomes_array)
@@ -453,7 +464,7 @@ class _Copy:
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
             try:
                 contents = old.cell_contents
-            except ValueError:  # a variable without a value yet
+            except ValueError:  # the variable doesn't have a value yet
                 continue
             cell.cell_contents = self.tree(contents)
         new.__defaults__ = self.tree(fn.__defaults__)

@@ -1,8 +1,8 @@
-"""The primitive behind `custom_dce`: calls a jaxpr, with a rule for computing some results.
+"""The primitive behind `custom_dce`. It calls a jaxpr and has a rule for computing only some of the results.
 
-Every transform must produce an equation with the same primitive, and with the transformed jaxpr and rule, as
-otherwise the rule would be lost under `vmap` or `grad`. The derivative is a separate equation, so that unused
-results and unused tangents can be eliminated independently of each other.
+Every transform produces an equation with the same primitive, and with the transformed jaxpr and rule. (If we
+didn't do this then the rule would be lost under `vmap` or `grad`.) The derivative is a separate equation, so
+that unused results and unused tangents can be eliminated independently of each other.
 """
 
 import functools
@@ -22,24 +22,27 @@ from .forms import is_zero, merge, split, symbolic_tangents, zero_tangent
 
 Used = tuple[bool, ...]
 Narrowed = tuple[Any, Used]
-"""A closed jaxpr for the used results, and a mask of the operands it takes."""
+"""A closed jaxpr that computes the used results, together with a mask of which operands it requires."""
 
 Rule = Callable[[Used], Narrowed]
-"""Computes some, but not all, of the results."""
+"""A function that computes some of the results, given which of them are used."""
 
 
 class RuleInProgressError(Exception):
-    """Raised if a rule calls its own function in such a way that it would be applied to the same call
-    again."""
+    """Raised if a rule calls its own function in such a way that the rule would have to be applied to the
+    same call a second time.
+    """
 
 
 dce_call_p = Primitive("custom_dce_call")
-"""Operands: the inputs of `jaxpr`. Parameters: `jaxpr` (closed), `rule`, and the function's `name`."""
+"""The operands are the inputs of `jaxpr`. The parameters are `jaxpr` (a closed jaxpr), `rule`, and the `name`
+of the function.
+"""
 dce_call_p.multiple_results = True
 
 
 def memoised(rule: Rule) -> Rule:
-    """Memoises a rule, so that equal equations have identical jaxprs."""
+    """Memoises a rule, so that equations which are equal also have identical jaxprs."""
     known: dict[Used, Narrowed] = {}
     lock = threading.Lock()
 
@@ -78,14 +81,14 @@ def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn
 
 
 def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
-    """Returns the rule for an equation with only the `used` results."""
+    """Returns the rule to use after an equation has been narrowed down to its `used` results."""
 
     @memoised
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # This requires an operand that has already been removed, as the rule for more results didn't use
-            # it.
+            # Here we need an operand that has already been removed, because it wasn't used when more of the
+            # results were required. So instead narrow down the jaxpr that we already have.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -93,8 +96,11 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code in a loop that calls functions with rules. The carry of the loop is left
-    unchanged."""
+    """Eliminates dead code inside a loop whose body or condition calls functions with rules.
+
+    The carry of the loop is left unchanged. This is only used before JAX 0.12, as later versions do this
+    themselves.
+    """
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
     jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
@@ -152,7 +158,9 @@ _DECLARED = _IN_REVERSE | {"custom_jvp_call", "stop_gradient"}
 
 
 def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
-    """Returns whether a jaxpr contains a declared derivative."""
+    """Returns whether a jaxpr contains a derivative that was declared by the user, rather than derived by
+    JAX.
+    """
     calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
     return any(
         name in by or any(declares_derivative(inner, by) for inner in jaxprs_in_params(params))
@@ -161,9 +169,10 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """Returns the computation defined by the rule, but with the function's own derivative for these results.
+    """Returns the computation defined by the rule, but using the derivative of the original function.
 
-    This takes the operands of both, since dead code might be eliminated before differentiation.
+    Dead code might be eliminated before we differentiate, so this requires the operands of both the rule and
+    the function.
     """
     of_function, needed = compat.dce(function, used)
     taken = tuple(a or b for a, b in zip(used_ins, needed, strict=True))
@@ -182,7 +191,7 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
         zeros = map(SymbolicZero.from_primal_value, out)
         return out, [zero if t is None else t for t, zero in zip(found, zeros, strict=True)]
 
-    if declares_derivative(of_function, _IN_REVERSE):  # JAX's own version of any other rule cannot be batched
+    if declares_derivative(of_function, _IN_REVERSE):  # these only have a reverse-mode derivative
         with_derivative = jax.custom_vjp(narrowed)
 
         def forward(*operands: Any) -> tuple[Any, Any]:
@@ -198,11 +207,10 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """Returns a jaxpr from primals and nonzero tangents to the tangents of the results, and a mask of these
-    results.
+    """Returns a jaxpr that maps primals and nonzero tangents to the tangents of the results.
 
-    The mask selects every result whose tangent can be nonzero, or with `instantiate`, every result that can
-    have a tangent at all.
+    This also returns a mask of which results are included. These are the results whose tangent can be
+    nonzero, or if `instantiate=True`, every result that can have a tangent at all.
     """
     outputs: Used = ()
     n = len(nonzero)
@@ -269,9 +277,10 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first element along the batch axis, for any results that aren't batched in the function.
+    """Takes the first element along the batch axis, for those results that aren't batched in the function.
 
-    The rule might have batched them, but in this case it computes the same thing for each element.
+    In this case the rule might have batched them unnecessarily, but every element must be the same, so it
+    doesn't matter which one we pick.
     """
 
     def first(*operands: Any) -> list[Any]:
@@ -289,7 +298,8 @@ def _evaluate(*operands: Any, jaxpr: Any, rule: Rule, name: str) -> list[Any]:
 dce_call_p.def_impl(_evaluate)
 dce_call_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 mlir.register_lowering(dce_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
-dce_call_p.to_lojax = _evaluate  # hijax: how to lower it if `jaxpr` has high-level primitives
+# The hijax equivalent of a lowering, for when `jaxpr` contains high-level primitives.
+dce_call_p.to_lojax = _evaluate
 batching.fancy_primitive_batchers[dce_call_p] = _batch
 ad.primitive_jvps[dce_call_p] = _jvp
 ad.primitive_transposes[dce_call_p] = _transpose

@@ -1,4 +1,4 @@
-"""`define_primitive`: makes a JAX primitive from one function."""
+"""`define_primitive`, which turns a function into a JAX primitive."""
 
 import functools
 import inspect
@@ -17,7 +17,8 @@ from .primitive import DefinedPrimitive, Rules, where
 _lock = threading.Lock()
 _defined: dict[str, DefinedPrimitive] = {}
 
-# Our own parameters, and one that JAX's `apply_primitive` takes.
+# The first two are our own parameters. The last is an argument to JAX's `apply_primitive`, and would clash
+# with it.
 _RESERVED = ("in_tree", "forms", "prim")
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
@@ -41,11 +42,11 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Turns a function into a JAX primitive, and derives all the rules that JAX requires.
+    """Turns a function into a JAX primitive and derives all the rules that JAX requires.
 
     The primitive is preserved under `jit`, `grad`, `jvp`, `linearize` and `vmap`. That is, the jaxpr contains
     it (or a primitive derived from it), so that interpreters such as [`quaxify`][quaxlike.quaxify] can
-    dispatch on it. It is only replaced by its implementation when it is lowered.
+    dispatch on it. It is only replaced by its implementation once it is lowered.
 
     !!! example
 
@@ -62,7 +63,7 @@ def define_primitive(
         ```
 
     If you provide a rule then it is used instead of the derived one. JAX traces through these rules, so they
-    can use the primitive itself. If a rule takes or returns a tree of tangents, cotangents or dims, then
+    can use the primitive itself. If a rule accepts or returns a tree of tangents, cotangents or dims, then
     `None` in place of a leaf (or of a whole operand) represents a zero (or, for dims, "not mapped"). A rule
     can return `NotImplemented` to fall back to the derived one.
 
@@ -71,31 +72,34 @@ def define_primitive(
     - `name`: the name of the primitive. This must be an identifier, and must not be the name of a JAX
         primitive or of any other primitive defined using this function. (If another library happens to use
         the same name, then register rules using the primitive itself, rather than its name.)
-    - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Note
-        that it might be recomputed by its derivatives, which would repeat side effects such as printing.
-    - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
-    - `cpu`, `gpu`, `tpu`: implementations for one platform each, chosen when the primitive is lowered.
+    - `impl`: a function that accepts arrays (or pytrees) as positional arguments and static parameters as
+        keyword arguments. Note that it might be recomputed by its derivatives, which would repeat side
+        effects such as printing.
+    - `multiple_results`: whether `impl` returns a pytree of arrays, rather than just one array.
+    - `cpu`, `gpu`, `tpu`: implementations for each platform. We pick one of these when the primitive is
+        lowered.
     - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. Both arguments are tuples with one
-        entry per operand; the primitive itself gives the primal result.
+        entry per operand. (The primal result is computed by the primitive itself.)
     - `vjp`: `vjp(cotangent, *operands, **params) -> (cotangent of each operand, ...)`. Forward-mode
-        differentiation is still derived.
-    - `vjp_with_results`: whether to call `vjp` with the primal result as well,
-        `vjp(cotangent, result, *operands, **params)`.
+        differentiation is still derived from `impl`.
+    - `vjp_with_results`: whether to call `vjp` with the primal result as well, i.e. as `vjp(cotangent,
+        result, *operands, **params)`.
     - `transpose`: for a primitive that is linear in some operands, `transpose(cotangent, *operands, **params)
         -> (cotangent, ...)`. The operands (leaves) for which a cotangent is required are passed as
         `jax.interpreters.ad.UndefinedPrimal`s.
-    - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
-        The batch axis of the result can be at any position.
+    - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`. The batch
+        axis of the result can be at any position.
     - `partitioning`: how to partition the primitive over devices, for implementations that are opaque to the
         compiler. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that returns one
         given the types of the operands (leaves) and the parameters.
-    - `cls`: the primitive's class, a subclass of `DefinedPrimitive`.
+    - `cls`: the class of the primitive. This must be a subclass of `DefinedPrimitive`.
     - `replace`: whether to allow redefining an existing primitive with this name, e.g. when rerunning a
-        notebook cell. Rules that were registered for the old primitive do not apply to the new one.
+        notebook cell. Note that rules which were registered for the old primitive do not apply to the new
+        one.
 
-    **Returns:** the primitive; call it with the arguments of `impl`.
+    **Returns:** the primitive, which can be called with the same arguments as `impl`.
 
-    **Raises:** `ValueError` if the name is not an identifier, or is taken.
+    **Raises:** `ValueError` if the name isn't an identifier or is already taken.
     """
     if not name.isidentifier():
         raise ValueError(f"the name of a primitive must be an identifier, got {name!r}")
@@ -134,7 +138,7 @@ def define_primitive(
 
 
 def _install(p: DefinedPrimitive) -> None:
-    """Adds a primitive's rules (defined or derived) to JAX's tables."""
+    """Adds the rules of a primitive, both handwritten and derived, to JAX's tables."""
     ad.primitive_jvps[p] = functools.partial(derive.jvp, p)
     ad.primitive_transposes[p] = functools.partial(derive.transpose, p)
     batching.fancy_primitive_batchers[p] = functools.partial(derive.batch, p)

@@ -1,7 +1,8 @@
-"""Differentiates, transposes and batches a primitive, by a hand-written rule or by a form.
+"""Differentiates, transposes and batches a primitive, using either a handwritten rule or a derived form.
 
-Batching is always outermost. That is, the derivative of a batched primitive is the batched derivative of its
-parent, so that a hand-written derivative is used regardless of the order in which it is composed with `vmap`.
+Batching is always outermost. That is, the derivative of a batched primitive is defined to be the batched
+derivative of its parent. This ensures that a handwritten derivative is used regardless of whether we
+differentiate or `vmap` first.
 """
 
 from typing import Any
@@ -36,7 +37,9 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 def result_tangents(
     p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
-    """Returns the tangents of the results, as symbolic zeros where they vanish."""
+    """Returns the tangents of the results, which are symbolic zeros for those that don't depend on the
+    operands.
+    """
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):
@@ -97,7 +100,9 @@ def _jvp_by_hand(
 
 
 def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params) -> list[Any]:
-    """Returns the cotangents of the undefined operands; None for other operands and for zeros."""
+    """Returns the cotangents for the undefined operands. This is None for zeros and for all other
+    operands.
+    """
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
     if not any(nonzero):
@@ -127,8 +132,8 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` has one entry for each tangent returned by this form, but `cotangents` needs one for each
-    # result of the parent.
+    # `nonzero` has an entry for each tangent that this form returns. In contrast the rules require an entry
+    # for each result of the parent, so fill in the ones that are missing.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     full = merge(cotangents, live, [None] * cotangents.count(False))
     out = _vjp_by_hand(parent, full, primals, results, below)
@@ -201,7 +206,7 @@ def _batched_cotangents(
     live, _ = split(nonzero, cotangents)
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
-    # If an operand isn't batched, then its cotangent is the sum over the batch.
+    # If an operand isn't batched then it was broadcast over the batch, so we have to sum over its cotangents.
     placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
@@ -250,7 +255,7 @@ def _require_defined(p: DefinedPrimitive, operands: Arrays) -> None:
 def batch(
     p: DefinedPrimitive, axis: Any, operands: Arrays, dims: Arrays, /, **params: Any
 ) -> tuple[Any, Any]:
-    # JAX uses a bare `object()` as the name of an axis without one.
+    # If an axis doesn't have a name, then JAX instead uses a bare `object()`.
     axis_name = None if type(axis.name) is object else axis.name
     if all(d is None for d in dims) and not _uses_axis(p, axis_name, operands, params):
         out = p.bind(*operands, **params)
@@ -293,8 +298,9 @@ def with_form(params: Params, form: Any) -> Params:
 
 
 def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """Returns the leaves of `value`, which has the structure `tree`. None may stand for a leaf, or for
-    all."""
+    """Returns the leaves of `value`, which should have the structure `tree`. It's fine for it to have None in
+    place of a leaf, or to be None as a whole.
+    """
     if value is None:
         return [None] * tree.num_leaves
     try:

@@ -1,7 +1,8 @@
-"""Rules for `jax.experimental`: Taylor coefficients for jet, costs for roofline.
+"""Rules for transforms in `jax.experimental`, i.e. Taylor coefficients for jet and costs for roofline.
 
-The rule for jet only requires the derivative of the primitive, because the coefficients of `f(x(t))` are
-those of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
+Note that the rule for jet only requires the (first) derivative of the primitive. This is because the
+coefficients of `f(x(t))` are those of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther,
+Evaluating Derivatives, chapter 13).
 """
 
 import functools
@@ -19,7 +20,7 @@ from .derive import result_tangents
 from .forms import Params, merge, split, zero_tangent
 from .primitive import DefinedPrimitive
 
-# These modules are experimental, so they might be removed from a later release.
+# These modules are experimental and might not be available in later versions of JAX.
 try:
     from jax.experimental import jet as jax_jet
 except ImportError:
@@ -41,11 +42,11 @@ def register(p: DefinedPrimitive) -> None:
 def jet(
     p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """Returns the results, and for each of them its Taylor coefficients, starting from first order.
+    """Returns the results together with their Taylor coefficients, which start at first order.
 
     **Arguments:**
 
-    - `series`: each operand's coefficients, without factorials.
+    - `series`: the coefficients for each operand, without factorials.
     """
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
@@ -58,7 +59,7 @@ def jet(
         now, tangents = moving_and_tangents[: len(moving)], moving_and_tangents[len(moving) :]
         return split(smooth, _derivative(p, live, now, tangents, held, results, params))[0]
 
-    smooth = [_is_inexact(x) for x in results]  # integers have no derivatives
+    smooth = [_is_inexact(x) for x in results]  # there is no such thing as the derivative of an integer
     speeds = [[(k + 1) * term for k, term in enumerate(terms)] for terms in steps]
     start = [*moving, *(speed[0] for speed in speeds)]
     still = [[jnp.zeros_like(x)] * orders for x in results]
@@ -86,7 +87,8 @@ def _derivative(
     params: Params,
 ) -> list[Any]:
     primals = merge(live, moving, held)
-    if p.root.rules.vjp_with_results:  # the results are also inputs of the derivative
+    # In this case the derivative also depends on the results, so recompute them.
+    if p.root.rules.vjp_with_results:
         out = p.bind(*primals, **params)
         results = out if p.multiple_results else [out]
     found = result_tangents(p, primals, results, merge(live, tangents, list(map(zero_tangent, held))), params)
@@ -94,7 +96,9 @@ def _derivative(
 
 
 def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
-    """Returns whether an operand is known to be constant: integers, and operands with a zero series."""
+    """Returns whether an operand is known to be constant, because it is an integer or has a series of
+    zeros.
+    """
     if not _is_inexact(primal):
         return True
     return not any(isinstance(term, jax.core.Tracer) or np.any(np.asarray(term)) for term in terms)
@@ -120,7 +124,7 @@ def _flops_of(jaxpr: Any) -> int:
 
 
 def _flops(eqn: JaxprEqn) -> int:
-    """JAX's count of FLOPs for this equation."""
+    """Returns the FLOPs that JAX counts for this equation."""
     assert roofline is not None
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if inner is not None:

@@ -1,8 +1,8 @@
-"""The derived forms of a primitive, each computed from its parent.
+"""The forms of a primitive, which are derived from (and computed by) its parent.
 
 A form is a static parameter of a derived primitive. It specifies how the operands and results of the derived
-primitive are related to those of its parent, and evaluates the derived primitive using the implementation of
-the parent.
+primitive are related to those of its parent. It also evaluates the derived primitive, using the
+implementation of the parent.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ Params = dict[str, Any]
 Arrays = Sequence[Any]
 
 Flat = Callable[..., list[Any]]
-"""Takes flat operands, and returns a list of flat results."""
+"""A function that accepts flat operands and returns a list of flat results."""
 
 
 def merge(mask: Sequence[bool], chosen: Sequence[_T], others: Sequence[_T]) -> list[_T]:
-    """The inverse of `split`: takes from `chosen` if the mask is true, else from `others`."""
+    """The inverse of `split`. Each item is from `chosen` if the mask is true, and from `others` otherwise."""
     chosen_, others_ = iter(chosen), iter(others)
     return [next(chosen_) if m else next(others_) for m in mask]
 
 
 def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]]:
-    """Returns the items for which the mask is true, and the others."""
+    """Returns the items for which the mask is true, followed by the remaining items."""
     chosen = [x for m, x in zip(mask, items, strict=True) if m]
     others = [x for m, x in zip(mask, items, strict=True) if not m]
     return chosen, others
@@ -39,28 +39,32 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
 def of_chosen(
     fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
 ) -> tuple[list[Any], Flat]:
-    """Returns the operands for which the mask is true, and `fn` as a function from these to the chosen
-    `results`."""
+    """Returns only those operands for which the mask is true, and a version of `fn` that maps just these
+    operands to the chosen `results`.
+    """
     chosen, held = split(mask, operands)
     return chosen, lambda *chosen: split(results, fn(*merge(mask, chosen, held)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """The form of a primitive that computes tangents for another primitive, its parent.
+    """The form of a primitive that computes tangents for its parent.
 
-    Its operands are the parent's primals, its results if they are needed, and tangents.
+    The operands are the primals of the parent, then the results of the parent (if a handwritten rule requires
+    them), and finally the tangents.
     """
 
     nonzero: tuple[bool, ...]
-    """For each parent operand, whether it has a tangent here."""
+    """For each operand of the parent, whether we have a tangent for it."""
     outputs: tuple[bool, ...]
-    """For each parent result, whether its tangent is produced here."""
+    """For each result of the parent, whether to compute its tangent."""
     with_results: bool = False
-    """Whether the parent's results are operands, kept for a hand-written `vjp`."""
+    """Whether the results of the parent are passed as operands, which is needed for some handwritten `vjp`
+    rules.
+    """
 
     def groups(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """Splits the operands into primals, results and tangents."""
+        """Splits a list of operands into primals, results and tangents."""
         n = len(self.nonzero)
         m = n + len(self.outputs) * self.with_results
         return list(operands[:n]), list(operands[n:m]), list(operands[m:])
@@ -73,13 +77,15 @@ class Jvp:
 
 @dataclasses.dataclass(frozen=True)
 class Vjp:
-    """The form of a primitive that computes cotangents of the parent's operands, from primals and
-    cotangents."""
+    """The form of a primitive that computes cotangents for the operands of its parent.
+
+    The operands are the primals of the parent, followed by the cotangents of its results.
+    """
 
     nonzero: tuple[bool, ...]
-    """For each parent operand, whether its cotangent is produced here."""
+    """For each operand of the parent, whether to compute its cotangent."""
     cotangents: tuple[bool, ...]
-    """For each parent result, whether it has a cotangent here."""
+    """For each result of the parent, whether we have a cotangent for it."""
 
     def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
         primals, cotangents = operands[: len(self.nonzero)], operands[len(self.nonzero) :]
@@ -89,13 +95,17 @@ class Vjp:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """The form of the parent, transposed in its linear operands. Takes the other operands and the
-    cotangents."""
+    """The form of a primitive that transposes its parent with respect to its linear operands.
+
+    The operands are the other operands of the parent, followed by the cotangents of its results.
+    """
 
     linear: tuple[ShapedArray | None, ...]
-    """For each parent operand, its type if the cotangent is produced here."""
+    """For each operand of the parent, its type if it is linear and we should compute its cotangent, otherwise
+    None.
+    """
     cotangents: tuple[bool, ...]
-    """For each parent result, whether it has a cotangent here."""
+    """For each result of the parent, whether we have a cotangent for it."""
 
     @property
     def mask(self) -> tuple[bool, ...]:
@@ -114,7 +124,7 @@ class Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """The form of the parent, mapped over an axis of its operands. The axis comes first in every result."""
+    """The form of a primitive that maps its parent over an axis. Every result has this axis at the front."""
 
     dims: tuple[int | None, ...]
     size: Any
@@ -122,8 +132,8 @@ class Batching:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # If this axis is sharded, then the size of each device's shard has to be determined from its
-        # operands.
+        # If this axis is sharded then `size` is its global size. In this case each device has only part of
+        # the axis, so leave it to `vmap` to look up the size of this part from the operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,
@@ -151,7 +161,9 @@ def zero_tangent(primal: Any) -> ad.Zero:
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """Returns the tangents of the results; None if a tangent is zero for all operands."""
+    """Returns the tangents of the results. If a result doesn't depend on any of the operands then this is
+    None.
+    """
     with take_current_trace() as parent:
         trace = ad.JVPTrace(parent, TraceTag())
         live, held = split(nonzero, primals)

@@ -1,6 +1,6 @@
 """Partitioning of a primitive over devices, for implementations that are opaque to the compiler.
 
-This is only required for kernels: plain JAX code is partitioned by the compiler itself.
+In practice you only need this for kernels, as the compiler can already partition plain JAX code by itself.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """Specifies the dimensions along which a primitive can be split over devices.
+    """Specifies along which dimensions a primitive can be split over devices.
 
     !!! example
 
@@ -37,16 +37,16 @@ class Partitioning:
 
     **Arguments:**
 
-    - `rule`: names the dimensions of each operand (each leaf, in order) and each result. A dimension can be
-        split if its name is in a result.
-    - `sums`: names that don't appear in any result, but that can be split as well, in which case each device
+    - `rule`: the names of the dimensions for each operand (that is, each leaf, in order) and each result. A
+        dimension can be split if its name appears in a result.
+    - `sums`: any names that don't appear in a result, but that can be split anyway. In this case each device
         computes one summand of every result.
     - `first`: names that take precedence, in this order, if several dimensions could be split over the same
-        devices. Default: first the names for results, and then the names for operands.
-    - `shared`: operands (leaves) added to every result, such as a bias. If a summed dimension is
-        split, they are divided by the number of devices.
+        devices. By default these are the names for results and then the names for operands.
+    - `shared`: any operands (leaves) that are added to every result, such as a bias. If a summed dimension is
+        split then these are divided by the number of devices, because every device adds them to its summand.
 
-    **Raises:** `ValueError` if the rule cannot be parsed.
+    **Raises:** `ValueError` if the rule can't be parsed.
     """
 
     rule: str
@@ -79,7 +79,9 @@ class Partitioning:
         return [part.split() for part in self.rule.split("->")[1].split(",")]
 
     def batched(self, dims: Sequence[int | None]) -> "Partitioning":
-        """Returns the rule if operands have a batch axis at `dims`, and results have it in front."""
+        """Returns the rule to use if the operands have a batch axis at `dims`. The results have it at the
+        front.
+        """
         taken = _names(self.operands) | _names(self.results)
         batch = next(n for n in map("batch{}".format, range(len(taken) + 1)) if n not in taken)
         operands = [
@@ -92,16 +94,16 @@ class Partitioning:
 
     @property
     def splittable(self) -> set[str]:
-        """The names of dimensions which can be split."""
+        """The names of the dimensions along which we can split."""
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """Returns the mesh axes to split each name over, provided that its dimensions are evenly divisible.
+        """Returns the mesh axes to split each name over. We only split a dimension if it is evenly divisible.
 
         **Arguments:**
 
-        - `arrays`: each array's names, shape and spec, highest precedence first.
-        - `mesh`: the mesh of the specs.
+        - `arrays`: the names, shape and spec for each array. These are in order of precedence, highest first.
+        - `mesh`: the mesh that the specs refer to.
         """
         wishes: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
@@ -113,7 +115,7 @@ class Partitioning:
         out: dict[str, Any] = {}
         for name in dict.fromkeys((*self.first, *wishes)):
             for axes in wishes.get(name, ()):
-                # Use the leading axes for as long as they are available, and gather along the remaining ones.
+                # Use as many of the leading axes as are still available, and gather along the remaining ones.
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
@@ -121,7 +123,7 @@ class Partitioning:
         return out
 
     def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
-        """`fn` on each device's parts of the operands."""
+        """Returns a version of `fn` that acts on just one device's part of the operands."""
         summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
         if not summed:
             return fn
@@ -134,11 +136,12 @@ class Partitioning:
         return summand
 
     def apply(self, fn: Flat) -> Flat:
-        """Partitions `fn` over the devices of its operands and results."""
+        """Partitions `fn` over the devices that hold its operands and results."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
-            # Results take precedence, and summed dimensions use any remaining mesh axes of the operands.
+            # The results take precedence. Summed dimensions don't appear in the results, so they can use any
+            # mesh axes that are left over from the operands.
             arrays = [*zip(self.results, results, strict=True), *operands]
             spread = self.spread(
                 [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
@@ -151,8 +154,8 @@ class Partitioning:
             part = self.part(fn, spread, mesh)
 
             def shard_fn(*operands: Any) -> list[Any]:
-                # Each device's part doesn't have a sharding, even if the program runs on a mesh with explicit
-                # axes.
+                # The mesh might have explicit axes, in which case every type includes a sharding. This
+                # doesn't make sense for the part on a single device, so evaluate it without a mesh.
                 with jax.sharding.use_abstract_mesh(_NO_MESH):
                     return part(*operands)
 
@@ -169,14 +172,15 @@ class Partitioning:
         return partitioned
 
     def apply_to_types(self, fn: Flat) -> Flat:
-        """Like `apply`, but for meshes with explicit axes, for which the operands' types include their
-        shardings."""
+        """Like `apply`, but for meshes with explicit axes, in which case the shardings are part of the
+        operand types.
+        """
 
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            # These axes are already in use by a `vmap`, which gathers anything else that is sharded over
-            # them.
+            # A `vmap` is already using some of the mesh axes, so we can't use them as well. (It gathers
+            # anything else that is sharded over these axes.)
             mapped = compat.mapped_mesh_axes()
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)

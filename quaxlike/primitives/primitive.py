@@ -1,8 +1,8 @@
-"""The class of primitives defined from one function.
+"""The class for primitives that are defined using a single function.
 
-JAX's transforms require the parameters of a primitive to be static and hashable, and its operands to be flat.
-So we store the tree structure and the forms in the parameters `in_tree` and `forms`, which are not passed to
-rules.
+JAX transforms require that the parameters of a primitive are static and hashable, and that its operands are
+flat. So we store the tree structure in a parameter `in_tree` and any forms in a parameter `forms`. Neither of
+these are passed on to rules.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The hand-written rules; see `define_primitive`."""
+    """The handwritten rules for a primitive. See `define_primitive`."""
 
     jvp: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None
@@ -42,11 +42,11 @@ class Rules:
 
 
 class MissingRuleError(NotImplementedError):
-    """Raised if a primitive doesn't have a rule in the slot that was called."""
+    """Raised when calling an empty slot, i.e. if nobody has registered a rule in it."""
 
 
 class Slot:
-    """A named slot for one rule of a primitive. Calling the slot calls the rule.
+    """A named slot that holds one rule for a primitive. Calling the slot calls the rule.
 
     !!! example
 
@@ -70,7 +70,7 @@ class Slot:
         self._rule: Callable[..., Any] | None = None
 
     def register(self, rule: _F) -> _F:
-        """Puts `rule` into the slot, replacing any existing one, and returns it."""
+        """Puts `rule` into the slot and returns it. If the slot already has a rule then it is replaced."""
         if not callable(rule):
             raise TypeError(
                 f"slot {self.name!r} of primitive {self.primitive_name!r} takes a function; found {rule!r}"
@@ -80,12 +80,12 @@ class Slot:
 
     @property
     def registered(self) -> bool:
-        """Whether the slot has a rule."""
+        """Whether a rule has been registered in this slot."""
         return self._rule is not None
 
     @property
     def rule(self) -> Callable[..., Any]:
-        """The rule in the slot. Raises `MissingRuleError` if there is none."""
+        """The rule in this slot. If there isn't one then a `MissingRuleError` is raised."""
         if self._rule is None:
             raise MissingRuleError(
                 f"primitive {self.primitive_name!r} has no rule in slot {self.name!r}; register "
@@ -105,26 +105,26 @@ class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
     This is an ordinary `jax.extend.core.Primitive`, which appears in jaxprs and for which you can register
-    rules. Its derivatives and batched forms are primitives as well, so that you can recognise them in a jaxpr
-    and give them their own rules. These are `jvp_p` (tangents of its results), `vjp_p` (cotangents of its
-    operands), `transpose_p` (itself, transposed in its linear operands) and `batch_p` (itself, mapped over an
-    axis), each of which has these same four attributes in turn.
+    rules. Its derivatives and batched forms are primitives as well, which means that you can recognise them
+    in a jaxpr and give them their own rules. These are available as `jvp_p` (tangents of the results),
+    `vjp_p` (cotangents of the operands), `transpose_p` (the transpose with respect to the linear operands)
+    and `batch_p` (mapped over an axis). Each of these has the same four attributes in turn.
 
-    A derived primitive always has multiple results. It takes the parameters of its root, and additionally
-    `forms`. This is a tuple, whose last entry specifies how its operands and results are related to those of
-    its parent.
+    A derived primitive always has multiple results. It has the same parameters as its root, together with an
+    additional parameter `forms`. This is a tuple, whose last entry specifies how its operands and results are
+    related to those of its parent.
 
     **Attributes:**
 
-    - `root`: the primitive that this was ultimately derived from, or itself if it isn't a derived primitive.
-    - `parent`: the primitive that this is a form of, or None.
-    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it isn't a derived primitive.
+    - `root`: the primitive that this was ultimately derived from. This might be the primitive itself.
+    - `parent`: the primitive that this is a form of, or None if it wasn't derived from anything.
+    - `form`: either `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it wasn't derived from anything.
     - `impl_fn`: the implementation of the root.
     """
 
-    # The interpreter recognises all these primitives by this name.
+    # This is how the interpreter recognises these primitives.
     family: ClassVar[str] = "defined"
-    # Whether another primitive has taken this name, by `define_primitive(..., replace=True)`.
+    # Whether this has been superseded by a call to `define_primitive(..., replace=True)` with the same name.
     is_replaced = False
 
     def __init__(
@@ -149,8 +149,8 @@ class DefinedPrimitive(Primitive):
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX's cache of traces is keyed on the function object and the static arguments. So trace these
-        # methods, as opposed to closures over the parameters, which would never be the same object.
+        # JAX caches traces by the function object and the static arguments. So trace these methods, and not a
+        # closure over the parameters, as a new closure would never be found in the cache.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
@@ -169,12 +169,12 @@ class DefinedPrimitive(Primitive):
 
         **Arguments:**
 
-        - `args`: the operands: arrays, or pytrees of arrays.
-        - `params`: static parameters; hashable.
+        - `args`: the operands, each of which is an array or a pytree of arrays.
+        - `params`: static parameters, which must be hashable.
 
-        **Returns:** the result of this primitive's function.
+        **Returns:** the result of the function that this primitive was defined with.
 
-        **Raises:** `TypeError` if an operand isn't an array, or if a parameter is an array or unhashable.
+        **Raises:** `TypeError` if an operand isn't an array, or if a parameter is an array or isn't hashable.
         """
         for name, value in params.items():
             self._check_param(name, value)
@@ -221,13 +221,13 @@ class DefinedPrimitive(Primitive):
         return self._derived(Batching)
 
     def slot(self, name: str) -> Slot:
-        """Returns the slot for the rule called `name`.
+        """Returns the slot for the rule with this name.
 
         Register a rule with `p.slot("cost").register(rule)`, and call it with `p.slot("cost")(...)`.
 
         **Arguments:**
 
-        - `name`: any name; slots are created on demand.
+        - `name`: any name. Slots are created on demand.
 
         **Returns:** the [`Slot`][quaxlike.primitives.Slot].
         """
@@ -235,17 +235,17 @@ class DefinedPrimitive(Primitive):
             return self._slots.setdefault(name, Slot(self.name, name))
 
     def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """Returns the jaxpr of this primitive's function, on flat operands."""
+        """Returns the jaxpr that implements this primitive. It has flat operands."""
         return self._trace((None, _sorted_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
-        """Returns the structure of the result for flat operands."""
+        """Returns the tree structure of the result, given the types of the flat operands."""
         return self._results_tree(tuple(avals), _sorted_items(params))
 
     def nonzero_tangents(
         self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[bool, ...]:
-        """Returns which results can have nonzero tangents if the `nonzero` operands do."""
+        """Returns which of the results can have nonzero tangents, if only the `nonzero` operands do."""
         tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
         _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
         return tuple(tangent is not None for tangent in out)
@@ -268,7 +268,8 @@ class DefinedPrimitive(Primitive):
     def _derived(self, form: type[Form]) -> "DefinedPrimitive":
         with _lock:
             if form not in self._forms:
-                # Implementations for other platforms can be mapped over an axis, but not differentiated.
+                # The implementations for other platforms can still be mapped over an axis. However they might
+                # not be differentiable, so always use the default implementation for derivatives.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
                     f"{self.name}.{form.__name__.lower()}",
@@ -282,7 +283,7 @@ class DefinedPrimitive(Primitive):
             return self._forms[form]
 
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """Returns the function on flat operands, returning a list of results."""
+        """Returns the implementation as a function that maps flat operands to a flat list of results."""
         if self.parent is not None:
             form, below = without_form(params)
             return functools.partial(form.evaluate, self.parent._flat(platform, below))
@@ -290,7 +291,7 @@ class DefinedPrimitive(Primitive):
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
     def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """Returns the function on flat operands, returning a tree of results."""
+        """Returns the implementation as a function that maps flat operands to a tree of results."""
         if self.parent is not None:
             return self._flat(platform, params)
         in_tree, static = without_tree(params)
@@ -312,7 +313,7 @@ class DefinedPrimitive(Primitive):
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
         if jax.sharding.get_abstract_mesh().manual_axes:
-            partitioning = None  # JAX doesn't support this within a `shard_map` over a subset of the axes
+            partitioning = None  # JAX doesn't support this inside a `shard_map` over a subset of the axes
         out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
         if platform is not None:
             expected: Any = self.jaxpr(avals, params).out_avals
@@ -333,7 +334,8 @@ class DefinedPrimitive(Primitive):
         if self.form != "batch":
             return None
         form, below = without_form(params)
-        if form.axis_name is not None:  # there might be collectives over this axis, so don't split it
+        # There might be a collective over this axis, in which case splitting it would be wrong.
+        if form.axis_name is not None:
             return None
         avals = [
             aval if dim is None else mapped_aval(form.size, dim, aval)
@@ -397,13 +399,13 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def where(fn: Callable[..., Any]) -> str:
-    """Returns the name of a function and the line of its definition, for use in messages."""
+    """Returns the name of a function and where it was defined. This is used in error messages."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# Rules are called with trees of operands, and with the parameters except for `forms` and `in_tree`.
+# When calling a rule, we remove `forms` and `in_tree` from its parameters, and unflatten its operands.
 
 
 def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:

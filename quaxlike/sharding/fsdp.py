@@ -17,22 +17,23 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
     """Creates a rule for fully sharded data parallelism.
 
-    Each device stores an equal shard of every weight, and weights are all-gathered when used. The arrays
-    within a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along any axis
-    that is divisible by the number of devices, so that we gather packed codes rather than materialised
-    weights. One-dimensional arrays, such as norm scales and biases, are replicated.
+    Each device stores an equal shard of every weight, and weights are all-gathered when they are used. The
+    arrays inside a Value (e.g. codes, scales, or the factors of an adapter) are sharded independently, along
+    any axis that is divisible by the number of devices. This means that we gather packed codes, rather than
+    the much larger materialised weights. One-dimensional arrays, such as norm scales and biases, are
+    replicated.
 
     **Arguments:**
 
     - `mesh`: the mesh, which can be an abstract mesh.
-    - `axis`: the mesh axis or axes to shard over. Defaults to all axes that aren't used by `over`.
-    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel], whose shards are sharded
-        further. Defaults to none.
+    - `axis`: the mesh axis (or axes) to shard over. Defaults to all axes that aren't used by `over`.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel], whose shards should be
+        sharded further. Defaults to none.
 
     **Returns:** a rule for use with [`shard`][quaxlike.sharding.shard] or
     [`specs_for`][quaxlike.sharding.specs_for]. It can be used for any model, and for optimiser states.
 
-    **Raises:** `ValueError` if the mesh does not have an axis with the given name.
+    **Raises:** `ValueError` if the mesh doesn't have an axis with the given name.
 
     !!! example
 
@@ -67,10 +68,10 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """Additionally shards one axis of an array over the unused mesh axes.
+    """Shards one more axis of an array over the mesh axes that aren't used yet.
 
-    We prefer an axis that is already sharded, so that an all-gather preserves the order, and otherwise choose
-    the longest axis.
+    If possible, we pick an axis that is already sharded, as an all-gather then preserves the order. Otherwise
+    we pick the longest axis.
     """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}

@@ -1,7 +1,7 @@
-"""Helpers for meshes: axis names, finding the mesh of some arrays, and parsing meshes from strings.
+"""Helpers for meshes, for example to find the mesh of some arrays or to parse a mesh from a string.
 
-With explicit mesh axes, JAX cannot infer the output sharding of some operations, such as indexing, and
-raises an error during tracing. Models should use the functions below, which specify these shardings.
+If a mesh has explicit axes, then JAX can't infer the output sharding of some operations (such as indexing),
+and raises an error during tracing. Models should use the functions below, which specify these shardings.
 """
 
 import math
@@ -15,16 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from ..core.quaxify import value_of
 
-#: Names of mesh axes for tensor parallelism, expert parallelism and context parallelism respectively.
+#: Possible names of the mesh axes for tensor parallelism, expert parallelism and context parallelism.
 MODEL_AXES = ("model", "tensor", "tp")
 EXPERT_AXES = ("expert", "ep")
 SEQUENCE_AXES = ("seq", "context", "cp")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """Finds the mesh axis for expert parallelism, falling back to the one for tensor parallelism.
+    """Finds the mesh axis for expert parallelism. If there isn't one, then this is the axis for tensor
+    parallelism.
 
-    Returns None if no such axis is available, or if `count` isn't divisible by its size.
+    Returns None if neither of these is available, or if `count` isn't divisible by its size.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
@@ -37,7 +38,7 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 def sequence_axis(tree: Any) -> str | None:
     """Finds the mesh axis for context parallelism, i.e. along the first axis (tokens) of the given arrays.
 
-    Returns None if no such axis is available, or if the number of tokens isn't divisible by its size.
+    Returns None if there is no such axis, or if the number of tokens isn't divisible by its size.
     """
     if (mesh := mesh_of(tree)) is None:
         return None
@@ -50,16 +51,18 @@ def sequence_axis(tree: Any) -> str | None:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Returns the mesh of a tree's arrays, even inside `jax.jit`, or None if they are on a single device."""
+    """Returns the mesh of the arrays in a tree, or None if they are on a single device. This also works
+    inside `jax.jit`.
+    """
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Creates a mesh over all devices from a string such as "data=2,model=4". Its axes are automatic.
+    """Creates a mesh over all devices from a string such as "data=2,model=4". All of its axes are automatic.
 
-    `devices` can be used to compile for other devices, e.g. those of a topology description. Defaults to the
-    available devices.
+    By default the mesh uses the available devices. Passing `devices` makes it possible to compile for other
+    devices instead, e.g. those of a topology description.
 
     **Raises:** `ValueError` if the string is malformed, or if the number of devices doesn't match.
     """
@@ -86,7 +89,9 @@ def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.shard
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """Looks up rows of an embedding. The output is sharded like the tokens, with unsharded rows."""
+    """Looks up rows of an embedding. The output is sharded in the same way as the tokens, and its rows aren't
+    sharded.
+    """
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(lambda at: embedding(at))(at)
@@ -95,7 +100,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """Reshards `x` so that its last axis is unsharded."""
+    """Reshards `x` so that its last axis isn't sharded."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -104,9 +109,10 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """Returns the Values underlying a tree's leaves if the first axis of every array is sharded over `axis`.
+    """If the first axis of every array in a tree is sharded over `axis`, returns the Values underlying its
+    leaves.
 
-    Otherwise returns None.
+    Otherwise this returns None.
     """
     tree = jax.tree.map(value_of, tree)
     divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))

@@ -1,8 +1,8 @@
-"""Partition specs for models that contain Values, and functions to shard models over a mesh.
+"""Partition specs for models that contain Values, and functions that shard such models over a mesh.
 
-A spec describes the logical array, from which we derive the specs for the individual arrays in a Value. Each
-shard of a Value must itself be a Value of the same type with whole blocks, as devices couldn't compute with
-their shards otherwise.
+A spec describes the logical array, from which we derive the specs for each of the arrays inside a Value.
+Importantly, every shard of a Value must itself be a Value of the same type, with whole blocks, because
+without this devices couldn't compute with their shards.
 """
 
 import math
@@ -44,17 +44,17 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
         spec is missing or None are replicated.
 
-    The blocks of doubly quantised scales span several rows. If a spec shards the rows, then we return
-    specs for the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] converts it. This
-    leaves the weight's values unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks
-    of 64).
+    Note that if the scales are themselves quantised, then their blocks span several rows. If a spec shards
+    the rows of such a weight, then we return specs for a weight with float32 scales, and
+    [`shard`][quaxlike.sharding.shard] converts the weight accordingly. This leaves the values of the weight
+    unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks of 64).
 
-    **Returns:** the model with each array replaced by a `jax.P`, including inside Values, and all other
-    leaves replaced by None. This can be passed to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or
+    **Returns:** the model, with each array (including those inside Values) replaced by a `jax.P`, and all
+    other leaves replaced by None. You can pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or
     `jax.jit`.
 
-    **Raises:** `ValueError` if a pattern doesn't match anything, in which case the message suggests similar
-    names, or if a spec isn't valid for an array or Value.
+    **Raises:** `ValueError` if a pattern doesn't match anything (the error message suggests similar names),
+    or if a spec isn't valid for an array or Value.
 
     !!! example
 
@@ -80,10 +80,11 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """Converts a rule to a callable. Raises an error if any of its regular expressions don't match anything.
+    """Converts a rule to a callable. Raises an error if one of its regular expressions doesn't match
+    anything.
 
-    **Arguments:** `arrays` maps these names to arrays, for better hints in error messages. By default, hints
-    only list the names.
+    **Arguments:** `arrays` maps these names to arrays, which allows for better hints in error messages. By
+    default, hints only list the names.
     """
     if not isinstance(rule, Mapping):
         return rule
@@ -96,7 +97,7 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
 
 
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
-    """Returns the spec for an array or, for a Value, the Value with a spec in place of each leaf.
+    """Returns the spec for an array. For a Value, this is the Value with a spec in place of each leaf.
 
     `spec` is either a spec for the logical array, None, or a Value that already contains specs.
     """
@@ -125,7 +126,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """Replaces doubly quantised scales with float32 scales, so that more axes can be sharded."""
+    """Replaces quantised scales with float32 scales, so that we can shard along more axes."""
 
     def is_quantized(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -136,7 +137,7 @@ def unnested(value: Any) -> Any:
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes in a single entry of a spec."""
+    """Returns the mesh axes in just one entry of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -147,11 +148,11 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Shards a model over a mesh.
 
-    This should be called once, before training or generation. Inside `jax.jit`, use
+    You should call this once, before training or generation. Inside `jax.jit`, use
     [`constrain`][quaxlike.sharding.constrain] instead.
 
-    Doubly quantised scales are converted to float32 if their rows are sharded, since their blocks span
-    several rows. See [`specs_for`][quaxlike.sharding.specs_for].
+    If the scales of a weight are themselves quantised, then they are converted to float32 if their rows are
+    sharded. (Their blocks span several rows; see [`specs_for`][quaxlike.sharding.specs_for].)
 
     **Arguments:**
 
@@ -167,7 +168,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
     **Returns:** the model with its arrays sharded over the mesh. All other leaves are unchanged.
 
-    **Raises:** `ValueError` if the mesh does not have one of the named axes, if an array's shape is not
+    **Raises:** `ValueError` if the mesh doesn't have one of the named axes, if the shape of an array isn't
     divisible by the number of devices, or if sharding would split a block of a quantised array.
 
     !!! example
@@ -184,7 +185,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    placed: dict[Any, tuple[Any, Any]] = {}  # keyed by identity, so that shared arrays are only placed once
+    placed: dict[Any, tuple[Any, Any]] = {}  # keyed by identity, so that we only place a shared array once
 
     def put(x: Any, sharding: Any) -> Any:
         key = id(x), sharding
@@ -197,10 +198,10 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Computes the shapes and shardings that `shard` would return, without placing any arrays.
+    """Computes the shapes and shardings that `shard` would return, without actually placing any arrays.
 
-    This is useful for restoring a checkpoint directly into its final sharding, for example with Orbax. The
-    mesh and the number of processes don't have to match those with which the checkpoint was saved.
+    This is useful for restoring a checkpoint directly into its final sharding, for example with Orbax. It's
+    fine for the mesh and the number of processes to be different from when the checkpoint was saved.
 
     **Arguments:**
 
@@ -243,16 +244,16 @@ def _is_array(x: Any) -> bool:
 
 @checked
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Constrains the sharding of a model's arrays inside `jax.jit`.
+    """Constrains how the arrays in a model are sharded inside `jax.jit`.
 
-    For example, this can be used to gather parameters under [`fsdp`][quaxlike.sharding.fsdp], so that the
-    codes and scales are gathered rather than the materialised weights, and activations remain sharded along
-    the batch axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
+    For example, you can use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]. This ensures
+    that we gather the codes and scales rather than the materialised weights, and that activations remain
+    sharded along the batch axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. Arrays whose spec is None, or for
-        which a rule returns None, are replicated.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. If the spec of an array is None, or
+        a rule returns None for it, then it is replicated.
 
     **Returns:** the model with its shardings constrained.
 
@@ -276,7 +277,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
         ```
     """
-    at_work: Any = jax.sharding.get_abstract_mesh()  # axis types are different inside `auto_axes`
+    at_work: Any = jax.sharding.get_abstract_mesh()  # the axis types are different inside `auto_axes`
     if at_work.empty or at_work.shape != mesh.shape:
         at_work = mesh
     explicit = all(kind == jax.sharding.AxisType.Explicit for kind in at_work.axis_types)
@@ -285,7 +286,8 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
-    made = callable(specs) and jtu.all_leaves([specs])  # a module containing specs can also be callable
+    # Check for leaves, because a module that contains specs might also be callable.
+    made = callable(specs) and jtu.all_leaves([specs])
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
@@ -314,7 +316,7 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """Converts an array or a Value to a form that can be sharded, and computes its specs.
+    """Returns an array or a Value in a form that can be sharded, together with the specs for it.
 
     The arrays can be `jax.ShapeDtypeStruct`s. Raises `ValueError` if they can't be divided evenly.
     """
@@ -328,9 +330,9 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 
 
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
-    """Explains why an array can't be sharded according to these specs, or returns None if it can.
+    """Explains why an array can't be sharded according to these specs. Returns None if it can.
 
-    The explanation is the end of a sentence that starts with the array's name.
+    The explanation is the end of a sentence, which should start with the name of the array.
     """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
@@ -352,7 +354,9 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """Suggests how to shard a Value, whose arrays must all be divisible by the same number of devices."""
+    """Suggests how to shard a Value instead. (All of its arrays must be divisible by the same number of
+    devices.)
+    """
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

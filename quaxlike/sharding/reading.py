@@ -1,8 +1,8 @@
-"""Reads arrays directly onto a mesh that spans multiple processes.
+"""Reads arrays directly onto a mesh, which might span multiple processes.
 
 If possible, each process only reads those rows that are stored on its own devices. This requires that each
-row of a Value depends only on the same row of every array it consists of (`goes_by_rows`); otherwise, the
-whole array is read.
+row of a Value depends only on the same row of every array inside it (`goes_by_rows`). If this isn't the case
+then we have to read the whole array.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """An array or Value that can be read in parts.
+    """An array or Value of which we can read just a part.
 
     `count` is the length of the first axis, or None if the array can only be read as a whole, in which case
     `read` is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
-    multiples of `step` or the end of the array. This can return a view of a file. `then` is applied to the
-    rows that were read, and must operate on each row independently.
+    multiples of `step` or the end of the array. It's fine for this to return a view of a file. `then` is
+    applied to the rows that were read, and must operate on each row independently.
     """
 
     count: int | None
@@ -41,7 +41,9 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """Returns the whole array as `jax.ShapeDtypeStruct`s, or None if any part isn't stored by rows."""
+        """Returns the whole array as `jax.ShapeDtypeStruct`s. Returns None if some part of it isn't stored by
+        rows.
+        """
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))
@@ -59,9 +61,9 @@ class RowReader:
 def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
-    If every array in a Value is stored by rows, with no block spanning several rows, then each process only
-    reads the rows that its own devices need. Otherwise it reads the whole array and discards the other
-    devices' shards.
+    If every array in a Value is stored by rows, and no block spans several rows, then each process only reads
+    the rows that its own devices need. Otherwise it reads the whole array and discards the shards that belong
+    to other devices.
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -74,12 +76,12 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
 
 
 def _is_shared(mesh: Any) -> bool:
-    """Returns whether the mesh includes devices of other processes."""
+    """Returns whether some devices in the mesh belong to other processes."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def goes_by_rows(value: Any) -> bool:
-    """Returns whether each row of a Value depends only on the same row of each array in it.
+    """Returns whether each row of a Value depends only on the same row of each array inside it.
 
     This is always true for plain arrays with at least one axis.
     """
@@ -102,7 +104,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns the range of rows that are needed by this process's devices."""
+    """Returns the range of rows that the devices of this process need."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -115,7 +117,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, i
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
-    """Places an array on the mesh. `part` contains its rows, starting from `start`."""
+    """Places an array on the mesh. `part` contains just some of its rows, starting at `start`."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)
@@ -124,7 +126,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
     def put(x: Any, whole: Any, spec: jax.P) -> Any:
         sharding = jax.NamedSharding(mesh, spec)
         if sharding.is_fully_addressable and isinstance(x, jax.Array):
-            return jax.device_put(x, sharding)  # copies directly between devices
+            return jax.device_put(x, sharding)  # this copies directly between devices
         if own != count and x.shape[0] * count != whole.shape[0] * own:
             raise ValueError(
                 f"{name}: {own} of {count} rows have a part of shape {x.shape}, all of them {whole.shape}."
@@ -136,7 +138,8 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
             if whole.shape and index:
                 first, last, _ = index[0].indices(whole.shape[0])
                 index = (slice(first - offset, last - offset), *index[1:])
-            return np.array(local[index or ()], order="C")  # copied, so that we don't keep the file mapped
+            # Make a copy, because otherwise we would keep the file mapped.
+            return np.array(local[index or ()], order="C")
 
         return jax.make_array_from_callback(whole.shape, sharding, stored)
 

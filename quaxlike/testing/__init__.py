@@ -1,4 +1,4 @@
-"""Tools for testing custom types under all transforms, and for testing functions on many kinds of Values."""
+"""Tools for testing a type under all transforms, and for testing a function on many kinds of Values."""
 
 from .check import check_type
 from .functions import check_program

@@ -30,15 +30,15 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     """Tests a value under all transforms, by comparing it with its materialised array.
 
-    We start by checking the type's hooks: `aval`, static fields, flattening, pickling, stacking, `linear`,
-    `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. Each program is then run both on the
-    Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and
-    under `jax.grad` with respect to every inexact leaf. If the results differ, then we compare each step of
-    the program with its primitive, so that the report can point to the first incorrect rule.
+    We start by checking the hooks of its type: `aval`, static fields, flattening, pickling, stacking,
+    `linear`, `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. We then run each program both
+    on the Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of
+    two, and under `jax.grad` with respect to every inexact leaf. If the results differ, then we compare each
+    step of the program with its primitive, so that the report can point to the first incorrect rule.
 
-    It isn't a failure if a value is materialised because its type doesn't have a rule, though the table shows
-    where this happens. (This is a failure inside `with quaxlike.on_materialise("error")`, and for types from
-    [`quaxlike.testing.refuses`][].) Running all programs takes about half a minute.
+    Note that it isn't a failure if a value is materialised because its type doesn't have a rule, though the
+    table shows where this happens. (It *is* a failure inside `with quaxlike.on_materialise("error")`, and for
+    types from [`quaxlike.testing.refuses`][].) Running all programs takes about half a minute.
 
     **Arguments:**
 
@@ -48,10 +48,10 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
         it is a square matrix), and a few programs for each primitive that has a rule for this type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. If the type is
-    correct, then it has no `failures`.
+    correct, then it doesn't have any `failures`.
 
-    **Raises:** `TypeError` if `value` is not a Value. Any error raised by `materialise`, since there is then
-    nothing to compare with.
+    **Raises:** `TypeError` if `value` isn't a Value. If `materialise` raises an error then so does this,
+    because in this case there is nothing to compare with.
 
     !!! example
 
@@ -79,7 +79,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     hooks = check_hooks(subject)
     checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
     wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
-    if wrong is not None:  # this could also be what causes any further failures
+    if wrong is not None:  # this could also be the cause of any further failures
         checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
     runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
@@ -96,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Returns whether the value's rows can be sharded over as many devices as those of the array."""
+    """Returns whether we can shard the rows of the value over as many devices as those of the array."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:
@@ -116,12 +116,12 @@ def _named(programs: Programs) -> dict[str, Program]:
 
 
 class _Runner:
-    """Runs programs on both the value and its materialised array, and compares the results."""
+    """Runs programs on both the value and its materialised array, then compares the results."""
 
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
-        self.wrong = wrong  # the first incorrect hook
-        self.met: set[str] = set()  # the source locations of all rules that were used
+        self.wrong = wrong  # the first hook that is incorrect
+        self.met: set[str] = set()  # the source locations of all rules that have been used so far
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)
@@ -168,10 +168,12 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """Returns the first primitive that materialises the value, and records which rules were used."""
+        """Returns the first primitive that materialises the value. This also records which rules were
+        used.
+        """
         try:
             report = explain(program.run)(self.subject.value)
-        except Exception:  # the program raised an error, which has already been reported
+        except Exception:  # the program raises an error, which we have already reported
             return ""
         self.met |= {row.rule for row in report.rules if row.rule}
         return "" if report.first_loss is None else report.first_loss.primitive

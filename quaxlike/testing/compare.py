@@ -1,4 +1,4 @@
-"""Compares the results of two programs."""
+"""Compares the results of running two programs."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# Maps itemsize to the allowed difference, relative to the largest element.
+# Maps each itemsize to the allowed difference. This is relative to the largest element.
 _TOLERANCE = {2: 4e-2, 4: 6e-4, 8: 2e-6}
 
 
 class Disagreement(NamedTuple):
-    """The difference between two results, which `str` formats for use in a report."""
+    """The difference between two results. Calling `str` on this formats it for use in a report."""
 
     kind: str
     """One of "structure", "shape", "dtype", "weak type" or "numbers"."""
@@ -33,7 +33,8 @@ def disagreement(
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """Returns the difference between two pytrees of arrays, or None if they agree. Types are compared first.
+    """Returns the difference between two pytrees of arrays, or None if they agree. We compare types before
+    values.
 
     **Arguments:**
 
@@ -42,8 +43,8 @@ def disagreement(
     - `tolerance`: the allowed difference, relative to the largest finite element. By default, this depends on
         the dtypes.
     - `atol`: the allowed absolute difference.
-    - `scale`: the magnitude of the summands, in case of sums that nearly cancel.
-    - `nans`: whether NaNs are required in the same positions.
+    - `scale`: the magnitude of the summands. This is useful for sums that nearly cancel.
+    - `nans`: whether NaNs must be in the same positions.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)
     if trees[0] != trees[1]:
@@ -86,12 +87,16 @@ def _difference(
 
 
 def _has_numbers(x: Any) -> bool:
-    """Returns whether an array has values to compare, unlike the gradients of integers."""
+    """Returns whether there are any values to compare. (For example the gradient of an integer doesn't have
+    any.)
+    """
     return jnp.result_type(x) != jax.dtypes.float0
 
 
 def tolerance_of(dtype: Any) -> float | int:
-    """Returns the allowed difference for a dtype, relative to the largest element. 0 for exact dtypes."""
+    """Returns the allowed difference for a dtype, relative to the largest element. This is 0 for exact
+    dtypes.
+    """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
@@ -102,7 +107,9 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """Computes a weighted sum of all inexact arrays in a tree, with a different weight for each element."""
+    """Returns a weighted sum of all inexact arrays in a tree. Every element has a different weight, so that a
+    gradient of this sum can tell them apart.
+    """
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):
         real = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) else x
@@ -114,7 +121,7 @@ def weighted_sum(tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> float | int:
-    """Returns the largest finite absolute value in a tree, or 1e-30 if this is larger."""
+    """Returns the largest finite absolute value in a tree, but at least 1e-30."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]
     return float(max(finite, default=0.0)) + 1e-30

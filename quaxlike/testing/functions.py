@@ -1,4 +1,4 @@
-"""`check_program`, which tests a user's function on many kinds of Values."""
+"""`check_program`, which tests a user-provided function on many kinds of Values."""
 
 import contextlib
 import dataclasses
@@ -39,8 +39,8 @@ def check_program(
 ) -> ProgramReport:
     """Tests whether a function works with any kind of array.
 
-    The function is called with several kinds of Values in place of its arrays, first for one argument at a
-    time and then for all of them, and the results are compared with those on arrays. If the function requires
+    We call the function with several kinds of Values in place of its arrays (first for one argument at a time
+    and then for all of them), and compare the results with those on arrays. If the function requires
     something that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it
     treats them differently, then the report includes the line at which this happens. This is the counterpart
     to [`quaxlike.testing.check_type`][], which tests a type.
@@ -49,12 +49,12 @@ def check_program(
 
     - `"passes through"`: wraps an array. Primitives are applied to the array, and their results are wrapped
         again.
-    - `"refuses"`: as above, but raises an error when materialised, as does anything computed from it.
-    - `"metadata"`: as above, with additional metadata stored as a module with static fields.
-    - `"non-linear"`: the product of two leaves. This has no rules, so primitives materialise it.
-    - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape therefore differs from that
-        of the array. This has no rules either.
-    - `"half precision"`: wraps a bfloat16 array, and is compared with an array of the same dtype. It is also
+    - `"refuses"`: as above, but raises an error if it (or anything computed from it) is materialised.
+    - `"metadata"`: as above, with some additional metadata that is stored as a module with static fields.
+    - `"non-linear"`: the product of two leaves. This doesn't have any rules, so primitives materialise it.
+    - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape is therefore different from
+        that of the array. This doesn't have any rules either.
+    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is also
         a failure if the function returns different values for this array than for the original one because it
         takes a different code path.
 
@@ -73,10 +73,10 @@ def check_program(
     - `atol`: the allowed absolute difference.
 
     **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. If the function
-    works with any kind of array, then it has no `failures`.
+    works with any kind of array, then it doesn't have any `failures`.
 
-    **Raises:** any error that `fn` raises on the arrays themselves. `ValueError` if none of the arguments
-    contain arrays, or if a name is unknown.
+    **Raises:** any error that `fn` raises when called with the arrays themselves. `ValueError` if none of the
+    arguments contain arrays, or if a name is unknown.
 
     !!! example
 
@@ -124,7 +124,7 @@ def _named(which: Iterable[str] | Zoo | None) -> Zoo:
 
 @dataclasses.dataclass(frozen=True)
 class _Case(Program):
-    """The function along with arguments, some of which have been replaced by a kind of Value."""
+    """The function along with its arguments, some of which have been replaced by a kind of Value."""
 
     args: tuple[Any, ...] = ()
 
@@ -134,14 +134,16 @@ class _Case(Program):
 
     @property
     def leaves(self) -> list[Any]:
-        """All arrays, including those inside Values, with None in place of other leaves."""
+        """All arrays, including those inside Values. Any other leaves are replaced by None."""
         return self._parts[0]
 
     def build(self, leaves: list[Any]) -> tuple[Any, ...]:
         return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
 
     def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable arrays, along with a function that rebuilds the arguments from them."""
+        """Returns the differentiable arrays, together with a function that rebuilds the arguments
+        from them.
+        """
         varied, rest = eqx.partition(leaves, is_inexact)
         return varied, lambda varied: self.build(eqx.combine(varied, rest))
 
@@ -151,9 +153,9 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """Returns the arrays in a function's output, keyed by path.
+    """Returns the arrays in the output of the function, keyed by path.
 
-    Trees can also contain functions, which we can't compare.
+    The output might also contain functions, which we have no way of comparing.
     """
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
@@ -202,7 +204,8 @@ def _grad(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
 _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
     "eager": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
     "jit": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
-    "jit inside": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),  # `fn` is jitted
+    # At this point `fn` has already been jitted.
+    "jit inside": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
     "two levels": lambda fn, case, leaves: _outputs(_two_levels(fn, case.build(leaves))),
     "vmap": lambda fn, case, leaves: _vmap(quaxify(fn), case, leaves),
     "jvp": lambda fn, case, leaves: _jvp(quaxify(fn), case, leaves),
@@ -211,12 +214,12 @@ _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
 
 
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits `fn`, allowing arbitrary pytrees as inputs, and returning only arrays."""
+    """Jits `fn`. The result accepts arbitrary pytrees, but only returns the arrays in the output."""
     return eqx.filter_jit(lambda *args: eqx.filter(fn(*args), eqx.is_array_like))
 
 
 class _Plain:
-    """The results on plain arrays, each of which is only computed once."""
+    """The results on plain arrays, each of which is computed just once and then cached."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.case = _Case(fn, args=args)
@@ -267,7 +270,7 @@ class _Plain:
         return jax.jit(functools.partial(_jvp, self.fn, self.case))
 
     def eagerly(self) -> Any:
-        """Calls the function on copies of any NumPy arrays, since it might modify them in-place."""
+        """Calls the function on copies of any NumPy arrays, because it might modify these in-place."""
         copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
         return _outputs(self.fn(*self.case.build(copied)))
 
@@ -278,7 +281,7 @@ class _Plain:
 
 
 class _Tester:
-    """Runs the function on each kind of Value in turn, and compares the results."""
+    """Runs the function on each kind of Value in turn, then compares the results."""
 
     def __init__(
         self,
@@ -291,14 +294,16 @@ class _Tester:
         self.fn, self.modes, self.rtol, self.atol = fn, modes, rtol, atol
         self.args = reveal(args)
         self.full = _Plain(fn, self.args)
-        self.full.eagerly()  # propagates any errors from the function itself
+        self.full.eagerly()  # if the function itself raises an error then this propagates it
         self._plain = [self.full]
-        # The Value for a weakly typed array isn't necessarily weakly typed itself, in which case it can
-        # promote other arrays.
+        # If an array is weakly typed then the corresponding Value isn't necessarily weakly typed as well, in
+        # which case it might promote other arrays.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """Returns the checks for all kinds of Values, in each of the arguments and in all of them."""
+        """Returns the checks for all kinds of Values, both in each argument on its own and in all of them
+        together.
+        """
         table: dict[str, _Case] = {}
         for kind, make in makers.items():
             made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
@@ -311,11 +316,11 @@ class _Tester:
                 plain = self._plain_for(case)
                 modes = [mode for mode in self.modes if not isinstance(plain(mode), Exception)]
                 table[f"{kind}, {where}"] = dataclasses.replace(case, modes=tuple(modes))
-        # Kinds that don't modify the array all share it as an operand, which allows XLA to detect that most
-        # of these programs are identical.
+        # If a kind doesn't modify the array, then it shares the array with all other such kinds as an
+        # operand. This makes it possible for XLA to notice that most of these programs are identical.
         shared = {id(x): x for case in table.values() for x in case.leaves}
         at = {key: i for i, key in enumerate(shared)}
-        jitted = _jitted(self.fn)  # use a single function, so that it is only traced once
+        jitted = _jitted(self.fn)  # use a single function for all of them, so that it is only traced once
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn
@@ -325,7 +330,9 @@ class _Tester:
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
-        """Returns the results on the materialised Values, which can differ from the original arguments."""
+        """Returns the results on the materialised Values. (These can be different from the original
+        arguments.)
+        """
         dense = reveal(case.args)
         leaves = _leaves(dense)
         for plain in self._plain:
@@ -336,7 +343,7 @@ class _Tester:
 
     def _check(self, name: str, case: _Case, found: Results) -> Check:
         plain = self._plain_for(case)
-        results = dict.fromkeys(self.modes, "-")  # for transforms that plain JAX doesn't support
+        results = dict.fromkeys(self.modes, "-")  # used for any transforms that plain JAX doesn't support
         culprit = message = ""
         for mode in case.modes:
             expected, got = plain(mode), found[name, mode]
@@ -368,17 +375,20 @@ class _Tester:
                 expected = jax.vjp(dense, varied)[1](expected)[0]
             else:
                 expected = plain.pushed(jax.jvp(dense, (varied,), (_tangents(varied),))[1])
-        # There might be low-precision arrays amongst the operands, even if there are none amongst the
-        # results.
+        # Even if none of the results are low-precision arrays, some of the operands might be.
         rtol = max(map(tolerance_of, plain.dtypes | _dtypes(expected))) if self.rtol is None else self.rtol
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 
     def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
-        """Returns the first line at which an eager call with Values differs from one with arrays."""
+        """Returns the first line at which calling the function eagerly with Values differs from calling it
+        with arrays.
+        """
         return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
 
     def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
-        """Returns the line at which the code path depends on the precision, if this changes the results."""
+        """Returns the line at which the code path depends on the precision. This is only reported if it
+        changes the results.
+        """
         out, full = plain("eager"), self.full("eager")
         difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
         if difference is None:
@@ -388,7 +398,9 @@ class _Tester:
 
 
 def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Returns a case's differentiable arrays, and a function from these to the materialised Values."""
+    """Returns the differentiable arrays in a case, and a function that maps these to the materialised
+    Values.
+    """
     varied, build = case.varied(case.leaves)
     return varied, lambda varied: plain.case.varied(_leaves(reveal(build(varied))))[0]
 
@@ -409,7 +421,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Replaces arrays in `tree` with Values, or returns None if there are no suitable arrays."""
+    """Replaces the arrays in `tree` by Values. Returns None if none of the arrays are suitable."""
     leaves, treedef = jtu.tree_flatten(tree)
     made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
     if all(x is None for x in made):

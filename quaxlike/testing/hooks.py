@@ -1,4 +1,4 @@
-"""Checks the hooks of a type, given one of its values."""
+"""Checks the hooks of a type, using one of its values."""
 
 import copy
 import dataclasses
@@ -48,7 +48,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable leaves, along with a function that rebuilds the value from them."""
+        """Returns the differentiable leaves, together with a function that rebuilds the value from them."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -58,7 +58,7 @@ class Subject:
         return [x for x in leaves if is_inexact(x)], build
 
     def stack(self) -> Any:
-        """Returns a stack of two different values with the same structure."""
+        """Returns a stack of two values, which are different but have the same structure."""
 
         def other(x: Any) -> Any:
             return (1.5 * x).astype(x.dtype) if is_inexact(x) else x
@@ -66,10 +66,10 @@ class Subject:
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
-        """Shards an axis (or none, for -1) over as many devices as it can be divided between.
+        """Shards an axis (or no axis, for -1) over as many devices as it can be divided between.
 
-        **Returns:** the spec, the number of devices, and the sharded value. None if the type does not support
-        this, or does not specify how to shard its leaves.
+        **Returns:** the spec, the number of devices, and the sharded value. This is None if the type doesn't
+        support sharding, or if it doesn't specify how to shard its leaves.
         """
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
@@ -93,7 +93,9 @@ class Subject:
 
 
 def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
-    """Registers a check, which returns whether the type has the hook, and raises if this is incorrect."""
+    """Registers a check. This should return whether the type has the hook, and raise an error if the hook is
+    incorrect.
+    """
 
     def decorator(check: Callable[[Subject], bool]) -> Callable[[Subject], bool]:
         HOOKS[name] = check
@@ -116,9 +118,10 @@ def _statics(s: Subject) -> bool:
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """Returns everything inside a static field, including nested objects.
+    """Returns everything inside a static field, including any nested objects.
 
-    We skip dataclass fields with `compare=False`, as these are assumed to be determined by the other fields.
+    We skip dataclass fields with `compare=False`, because these are assumed to be determined by the other
+    fields.
     """
     found: list[Any] = []
     for leaf in leaves_of(static):
@@ -158,14 +161,15 @@ def _flatten(s: Subject) -> bool:
         raise Wrong("flattening and unflattening change the structure; static fields must be comparable")
     hash(treedef)
     s.same(reveal(again), "flattening and unflattening change the array")
-    jtu.tree_unflatten(treedef, [object()] * len(leaves))  # JAX does this internally
+    # JAX does this internally, so it must not raise an error.
+    jtu.tree_unflatten(treedef, [object()] * len(leaves))
     return True
 
 
 @hook("pickle")
 def _pickle(s: Subject) -> bool:
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in s.leaves if hasattr(x, "dtype")):
-        return False  # JAX can't pickle keys
+        return False  # JAX can't pickle random keys
     s.same(reveal(copy.deepcopy(s.value)), "copy.deepcopy changes the array")
     if found_by_name(s.cls) not in s.cls.__mro__:
         return False  # Python can't pickle local classes
@@ -294,7 +298,9 @@ def _follows_rules(s: Subject) -> bool:
 
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
-    """Shards each axis over several devices, after which each shard must materialise to the array's shard."""
+    """Shards each axis over several devices. Each shard must then materialise to the corresponding shard of
+    the array.
+    """
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
@@ -304,7 +310,9 @@ def _shard_spec(s: Subject) -> bool:
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:
-    """Maps each hook to "ok", "failed", or "-" if the type does not have this hook, along with a message."""
+    """Checks each hook. Returns a dict from hooks to "ok", "failed", or "-" (if the type doesn't have it),
+    and a message.
+    """
     found: dict[str, tuple[str, str]] = {}
     for name, check in HOOKS.items():
         try:

@@ -1,4 +1,4 @@
-"""Layers under every transform, as programs that take a square weight matrix as argument."""
+"""Layers under every transform, written as programs of a square weight matrix."""
 
 # pyright: reportMissingParameterType=false
 
@@ -83,7 +83,7 @@ def _vector(w: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram(Program):
-    """A program whose argument is a square matrix."""
+    """A program that only accepts a square matrix."""
 
     modes: tuple[str, ...] = ("eager", "jit")
 

@@ -17,11 +17,13 @@ from .compare import disagreement
 from .refusing import reveal
 
 _MOST_STEPS, _MOST_SECONDS = 100_000, 10.0
-_DERIVATIVES = "custom_derivatives.py"  # functions in this file are called by JAX at unpredictable times
+_DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in this file at unpredictable times
 
 
 def line_of(error: BaseException) -> str:
-    """Returns the line of user code that raised an error, and the library it called. Empty if unknown."""
+    """Returns the line of user code that raised an error, along with the library it called. This is empty if
+    we don't know.
+    """
     return _shown(lines_of_error(error))
 
 
@@ -38,9 +40,9 @@ class _Executed(NamedTuple):
     """A line that is about to be executed, or a function that is about to return."""
 
     at: SourceLine
-    frame: int  # frames are numbered in the order that they are called
-    caller: tuple[SourceLine, ...]  # the lines of the calls leading here, innermost first
-    new: dict[str, Any]  # the local variables set by the preceding line, or the return value
+    frame: int  # frames are numbered in the order in which they are called
+    caller: tuple[SourceLine, ...]  # the lines of the calls that lead here, innermost first
+    new: dict[str, Any]  # the local variables that the preceding line has set, or the return value
 
 
 class _Enough(Exception):
@@ -48,7 +50,7 @@ class _Enough(Exception):
 
 
 class _Run:
-    """Runs a function, recording each line that is executed outside of JAX and this package."""
+    """Runs a function and records each line that is executed outside JAX and this package."""
 
     def __init__(self, run: Callable[[], Any], fn: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
@@ -62,7 +64,7 @@ class _Run:
                 sys.settrace(self._enter)
                 self._top = sys._getframe()  # pyright: ignore[reportPrivateUsage]
                 run()
-            except Exception:  # keep the steps recorded so far
+            except Exception:  # keep the steps that we have recorded so far
                 pass
             finally:
                 sys.settrace(before)
@@ -77,10 +79,11 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """Returns the lines of the calls leading to a frame, or None if it wasn't called by the program.
+        """Returns the lines of the calls that lead to a frame, or None if it wasn't called by the program.
 
         For example, JAX might call a function any number of times in order to differentiate it, and other
-        packages might call functions for their own purposes.
+        packages might call functions for their own purposes. Neither of these tells us anything about the
+        program.
         """
         called, direct = frame.f_code.co_filename, True
         callers: list[SourceLine] = []
@@ -113,7 +116,9 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """Returns the library that a file belongs to: "<...>" for generated code, and otherwise empty."""
+    """Returns the library that a file belongs to. This is "<...>" for generated code, and empty for anything
+    else.
+    """
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""
@@ -130,10 +135,10 @@ def first_difference(
 
     **Arguments:**
 
-    - `numbers`: whether to also compare local variables, rather than just which lines are executed.
+    - `numbers`: whether to compare local variables as well, rather than just which lines are executed.
 
-    **Returns:** the line after which the runs differ, and how they differ. Both are empty if there is no
-    difference, or if this takes too long.
+    **Returns:** the line after which the runs differ, and how they differ. Both of these are empty if the
+    runs don't differ, or if it takes too long to find out.
     """
     runs = _Run(plain, fn).steps, _Run(other, fn).steps
     last: dict[int, _Executed] = {}
@@ -168,12 +173,12 @@ def _difference(found: Any, expected: Any) -> str:
     try:
         pair = [_numbers(reveal(x)) for x in (found, expected)]
         return str(disagreement(*pair) or "") if pair[0].keys() == pair[1].keys() else ""
-    except Exception:  # not pytrees of arrays
+    except Exception:  # these aren't pytrees of arrays
         return ""
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
-    """Returns the concrete arrays in a tree, keyed by path."""
+    """Returns those arrays in a tree that are concrete, keyed by path."""
 
     def concrete(x: Any) -> Any:
         return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)

@@ -1,7 +1,7 @@
 """Runs programs in each mode, both on a value and on its materialised array.
 
-Most of the time in `check_type` is spent on compilation, so we compile many programs as one. If this fails
-then we bisect the group until we find the program that is responsible.
+Most of the time in `check_type` is spent on compilation, so we compile many programs together. If this
+fails then we bisect the group, until we have found the program that is responsible.
 """
 
 import dataclasses
@@ -48,11 +48,13 @@ _ON_ARRAY: dict[str, Callable[[Any, Any], Any]] = {
     "grad": lambda run, arrays: jax.grad(lambda x: weighted_sum(run(x)))(arrays[0]),
 }
 
-_MOST = 24  # maximum number of programs to compile together
+_MOST = 24  # the maximum number of programs to compile together
 
 
 def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
-    """Runs `on(mode, program, value)` for each program and mode. All modes except "eager" are compiled."""
+    """Runs `on(mode, program, value)` for each program and mode. Every mode other than "eager" is
+    compiled.
+    """
     found: Results = {}
     for name, program in table.items():
         if "eager" in program.modes:
@@ -72,7 +74,7 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     run = jax.jit(functools.partial(_each, programs, on, errors))
     try:
         out = run(value)
-    except Exception as error:  # raised either during compilation or at runtime
+    except Exception as error:  # this was raised either during compilation or at run time
         if len(programs) > 1:
             return _halves(programs, on, value)
         name, program = next(iter(programs))
@@ -90,7 +92,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """Traces all of the programs, recording any exceptions in `errors`."""
+    """Traces all of the programs. If any of them raises an exception then it is recorded in `errors`."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:
@@ -103,7 +105,9 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """Returns the results on the materialised array. Gradients are with respect to the value's leaves."""
+    """Returns the results on the materialised array. Gradients are still with respect to the leaves of the
+    value.
+    """
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
     programs = tuple(table.items())
     found = dict(_of_arrays(programs, subject.dense, stack))

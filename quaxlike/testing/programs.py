@@ -1,7 +1,7 @@
-"""Programs that apply a single transform of JAX or Equinox to one array.
+"""Programs that each apply a single transform from JAX or Equinox to one array.
 
-Each of them is written for plain arrays of any shape, and is linear in this array. `check_type` also runs
-them on Values.
+They are written for plain arrays of any shape, and each of them is linear in its array. `check_type` then
+runs them on Values as well.
 """
 
 # pyright: reportMissingParameterType=false
@@ -24,16 +24,16 @@ MODES = ("eager", "jit", "vmap", "grad")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of one array, and its properties."""
+    """A function of one array, together with some of its properties."""
 
     run: Callable[[Any], Any]
     has_rows: bool = False
-    """Whether this only accepts arrays with a leading axis."""
+    """Whether this only accepts arrays that have a leading axis."""
     dense_unless_linear: bool = False
     """Whether non-linear Values are materialised.
 
-    This is the case if there are no tangents of the same class: for the output of a custom derivative (other
-    than the identity), and for the inputs of a linear solve.
+    This is the case if there aren't any tangents of the same class, i.e. for the output of a custom
+    derivative (other than the identity), and for the inputs of a linear solve.
     """
     splits_rows: bool = False
     """Whether the leading axis is sharded over devices."""
@@ -56,23 +56,23 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """Returns the values to use in loops, with the same dtype as `x`."""
+    """Returns the values to use in loops. They have the same dtype as `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 
 def plain(x: Any) -> jax.Array:
-    """Returns a plain array with distinct elements, whose shape and dtype are those of `x`."""
+    """Returns a plain array with the same shape and dtype as `x`. All of its elements are distinct."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 
 def mesh(size: int | None = None) -> jax.sharding.Mesh:
-    """Returns a mesh with `size` devices, or with all available devices."""
+    """Returns a mesh with `size` devices. By default this is all available devices."""
     devices = jax.devices()[:size]
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def mesh_for(x: Any) -> jax.sharding.Mesh:
-    """Returns a mesh with as many devices as the rows of `x` can be divided between."""
+    """Returns a mesh with as many devices as we can divide the rows of `x` between."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 

@@ -1,4 +1,4 @@
-"""Types that refuse to be materialised, which is useful for detecting when a program drops the type."""
+"""Types that refuse to be materialised, which makes it possible to detect if a program drops the type."""
 
 import contextlib
 import contextvars
@@ -17,17 +17,19 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """Creates a subclass that refuses to be materialised, to test whether programs preserve the type.
+    """Creates a subclass that refuses to be materialised. You can use this to test whether programs preserve
+    the type.
 
-    [`quaxlike.testing.check_type`][] can still access the underlying array. Note that a rule which explicitly
-    constructs the original class will return values of that class, whereas `dataclasses.replace`, `tree_map`
-    and `type(x)(...)` preserve the subclass.
+    [`quaxlike.testing.check_type`][] can still access the underlying array. Note that if a rule explicitly
+    constructs the original class, then the result won't be an instance of the subclass. In contrast
+    `dataclasses.replace`, `tree_map` and `type(x)(...)` all preserve the subclass.
 
     **Arguments:**
 
     - `cls`: a Value type.
 
-    **Returns:** a subclass with the same name. This can also be used as a class decorator.
+    **Returns:** a subclass with the same name. (This means that you can also use `refuses` as a class
+    decorator.)
 
     **Raises:** `materialise` raises a `RuntimeError` that includes the name of the type.
 
@@ -49,7 +51,7 @@ def refuses(cls: type[_V]) -> type[_V]:
             return super().materialise()
 
         def aval(self) -> Any:
-            with revealing():  # `aval` can be inferred from `materialise`
+            with revealing():  # `aval` might be inferred from `materialise`
                 return super().aval()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -58,8 +60,8 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # Declare these explicitly, because otherwise additional assumptions are made about types that can't be
-    # materialised.
+    # We make additional assumptions about types that can't be materialised. So declare these explicitly to be
+    # the same as in the original class.
     Refusing.linear = cls.linear
     Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
@@ -68,7 +70,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """Looks up the object that the name of a class refers to."""
+    """Looks up the object that you get when you import a class by its name."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -84,7 +86,9 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def revealing() -> Iterator[None]:
-    """A context manager inside which refusing types can be materialised."""
+    """Returns a context manager, inside which types that refuse to be materialised can be materialised
+    anyway.
+    """
     token = _revealing.set(True)
     try:
         yield
@@ -93,11 +97,11 @@ def revealing() -> Iterator[None]:
 
 
 def is_revealing() -> bool:
-    """Returns whether we are inside of `revealing`."""
+    """Returns whether we are inside `revealing`."""
     return _revealing.get()
 
 
 def reveal(tree: Any) -> Any:
-    """Materialises every Value in a tree, including those that refuse this."""
+    """Materialises every Value in a tree, including those that refuse to be materialised."""
     with revealing():
         return materialise(tree)

@@ -1,4 +1,4 @@
-"""The reports returned by `check_type` and `check_program`."""
+"""The reports that are returned by `check_type` and `check_program`."""
 
 import dataclasses
 import textwrap
@@ -9,21 +9,21 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of checking a single hook, or a single program in all of its modes."""
+    """The result of checking a single hook, or of checking a single program in all of its modes."""
 
     name: str
     results: Mapping[str, str]
-    """Maps each mode to "ok", "failed", "declined" (the type raised an error since the operands are
-    incompatible), or "-" (not tried, since the type does not have this hook or JAX does not support it).
+    """Maps each mode to "ok", "failed", "declined" (the type raised an error because the operands are
+    incompatible), or "-" (not tried, because the type doesn't have this hook or JAX doesn't support this).
     """
     culprit: str = ""
-    """The cause of any failure. For a type, the first incorrect hook or the line of the first incorrect rule.
-    For a program, the line at which Values are treated differently, if known.
+    """The cause of a failure. For a type, this is the first incorrect hook, or the line of the first
+    incorrect rule. For a program, this is the line at which Values are treated differently (if we know it).
     """
     message: str = ""
-    """How the result differs from the expected result."""
+    """How the result is different from the expected result."""
     dense_at: str = ""
-    """The first primitive that materialised the value."""
+    """The first primitive that has materialised the value."""
 
     @property
     def failed(self) -> bool:
@@ -31,7 +31,7 @@ class Check:
 
 
 class TypeReport:
-    """The results of [`quaxlike.testing.check_type`][]. Prints as a table."""
+    """The results of [`quaxlike.testing.check_type`][], which print as a table."""
 
     def __init__(self, subject: str, checks: Sequence[Check], never_met: Sequence[str]) -> None:
         self.subject = subject
@@ -39,16 +39,18 @@ class TypeReport:
         self.checks = tuple(checks)
         """One [`Check`][quaxlike.testing.Check] per hook and per program."""
         self.never_met = tuple(never_met)
-        """Those rules for the type that weren't used by any program."""
+        """Any rules for the type that weren't used by a single program."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """All failed checks, starting with hooks. Empty if the type is correct."""
+        """All checks that have failed, starting with hooks. If the type is correct then this is empty."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """A summary: the number of checks, followed by each culprit with the first of its messages."""
+        """A summary, consisting of the number of checks, followed by each culprit together with the first of
+        its messages.
+        """
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -68,7 +70,7 @@ class TypeReport:
 
 
 class ProgramReport:
-    """The results of [`quaxlike.testing.check_program`][]. Prints as a table."""
+    """The results of [`quaxlike.testing.check_program`][], which print as a table."""
 
     def __init__(self, subject: str, transforms: Sequence[str], checks: Sequence[Check]) -> None:
         self.subject = subject
@@ -80,12 +82,14 @@ class ProgramReport:
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """All failed checks. Empty if the function works with any kind of array."""
+        """All checks that have failed. If the function works with any kind of array then this is empty."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """A summary: the number of checks, followed by each line with the first of its messages."""
+        """A summary, consisting of the number of checks, followed by each line together with the first of its
+        messages.
+        """
         lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
         return "\n".join(lines + _messages(self.failures))
 
@@ -97,7 +101,7 @@ class ProgramReport:
 
 
 def _messages(failures: Sequence[Check]) -> list[str]:
-    """Returns each culprit with the first of its messages."""
+    """Returns each culprit together with the first of its messages."""
     first: dict[str, str] = {}
     for check in failures:
         first.setdefault(check.culprit or check.name, check.message)

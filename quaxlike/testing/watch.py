@@ -18,7 +18,9 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Compares the output and gradient of each step with those of the primitive on materialised arrays."""
+    """Compares the output and gradient of each step with what the primitive returns on materialised
+    arrays.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # the primitive doesn't support these types, even though a rule does
+    except Exception:  # the primitive doesn't support these types, even though there is a rule that does
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)
@@ -97,7 +99,7 @@ def _step(
         return str(difference)
     try:
         gradient = jax.grad(lambda varied: weighted_sum(of_arrays(varied)))(varied)
-    except Exception:  # not differentiable
+    except Exception:  # this step isn't differentiable
         return ""
     found = jax.grad(lambda varied: weighted_sum(of_values(varied)))(varied)
     difference = disagreement(found, gradient, scale=max(1.0, scale))
@@ -109,10 +111,10 @@ def _as(primitive: Any, out: Any) -> Any:
 
 
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
-    """Runs a program step by step, until we find an incorrect one.
+    """Runs a program step by step until we find a step that is incorrect.
 
-    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both are empty
-    if there is no such step.
+    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both of these
+    are empty if we didn't find such a step.
     """
     watcher = _Watcher()
     try:
@@ -125,7 +127,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """Returns the innermost method of the type that is part of an error's traceback."""
+    """Returns the innermost method of the type that appears in the traceback of an error."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

@@ -1,4 +1,4 @@
-"""Several kinds of Values that can be created from any array."""
+"""Several kinds of Values that we can create from any array."""
 
 import inspect
 import sys
@@ -19,7 +19,7 @@ _DEFAULT_DTYPES = (jnp.float32, jnp.float64)
 
 
 class Keeps(ArrayValue):
-    """Wraps an array. Primitives are applied to the array, and their results are wrapped again."""
+    """Wraps an array. Primitives are applied to the array, and then their results are wrapped again."""
 
     linear: ClassVar[bool] = True
     array: Any
@@ -57,10 +57,10 @@ class Keeps(ArrayValue):
 
 
 class Refuses(Keeps):
-    """As `Keeps`, but refuses to be materialised.
+    """Like `Keeps`, but refuses to be materialised.
 
-    Anything computed from it is also of this type. This includes conditions, so their elements are available
-    to transforms but not to Python.
+    Anything computed from this is also of this type. In particular this includes conditions, which means that
+    their elements are available to transforms but not to Python.
     """
 
     def materialise(self) -> Any:
@@ -73,23 +73,25 @@ class Refuses(Keeps):
 
 
 class Refused(RuntimeError):
-    """Raised when attempting to materialise a Value that refuses this."""
+    """Raised if something tries to materialise a Value that refuses to be materialised."""
 
 
 class Thing(eqx.Module):
-    """Metadata that contains no arrays."""
+    """Metadata that doesn't contain any arrays."""
 
     name: str = eqx.field(static=True)
 
 
 class Described(Keeps):
-    """Wraps an array, along with metadata stored as a module with static fields."""
+    """Wraps an array, together with some metadata that is stored as a module with static fields."""
 
     about: Thing
 
 
 class Scaled(ArrayValue):
-    """The product of an array and a scalar, which is therefore not linear in its leaves. It has no rules."""
+    """The product of an array and a scalar. This isn't linear in its leaves, and it doesn't have any
+    rules.
+    """
 
     array: Any
     scale: Any
@@ -102,7 +104,7 @@ class Scaled(ArrayValue):
 
 
 class Stacked(ArrayValue):
-    """The sum of several arrays that are stacked as a single leaf. It has no rules."""
+    """The sum of several arrays, which are stacked as a single leaf. It doesn't have any rules."""
 
     linear: ClassVar[bool] = True
     parts: Any
@@ -115,7 +117,9 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether Values can replace the array `x`. (This is not the case for random keys.)"""
+    """Returns whether we can replace the array `x` by a Value. (For example we can't do so for random
+    keys.)
+    """
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -124,7 +128,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _asking() -> tuple[str, bool]:
-    """Returns what required an array, and whether this was Python or NumPy (`bool`, `float`, ...)."""
+    """Returns what required an array, and whether this was Python or NumPy (i.e. `bool`, `float`, ...)."""
     what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is _BY_PYTHON:
@@ -135,18 +139,18 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# The two functions that request an array. Both have a local variable `what` which describes the reason. We
-# unwrap them in case they were wrapped by a runtime type checker.
+# These are the two functions that request an array. Both of them have a local variable `what` that describes
+# the reason. (Unwrap them, because they might have been wrapped by a run-time type checker.)
 _BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
 _BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 
 
-# Functions that create a Value from an array, or return None if this is not possible for the array.
+# Functions that create a Value from an array. They return None if this isn't possible for a particular array.
 ZOO: dict[str, Callable[[Any], Any]] = {
     "passes through": Keeps,
     "refuses": Refuses,
     "metadata": lambda x: Described(x, Thing("an array")),
-    # Halving and doubling are exact in floating point.
+    # Halving and doubling are both exact in floating point, so this doesn't change the values.
     "non-linear": lambda x: Scaled(x / 2, jnp.asarray(2, x.dtype)) if _is_inexact(x) else None,
     "stacked": lambda x: Stacked(jnp.stack([x / 2, x / 2])) if _is_inexact(x) else None,
     "half precision": lambda x: Keeps(x.astype(jnp.bfloat16)) if x.dtype in _DEFAULT_DTYPES else None,

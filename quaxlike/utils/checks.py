@@ -1,4 +1,4 @@
-"""Guards against tracing and differentiation."""
+"""Guards that raise an error if a function is traced or differentiated."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class NotJaxCompatibleError(TypeError):
-    """Raised if a function that must not be traced by JAX is called with traced values."""
+    """Raised if a function decorated with [`no_jax_tracing`][quaxlike.utils.no_jax_tracing] is called with
+    traced values.
+    """
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether a value, or any leaf of a pytree, is traced by a JAX transform.
+    """Returns whether a value (or any leaf of a pytree) is traced by a JAX transform.
 
     **Arguments:**
 
@@ -31,7 +33,7 @@ def is_traced(x: Any) -> bool:
 
     **Returns:**
 
-    `True` if `x` is a tracer, or contains one.
+    `True` if `x` is a tracer or contains one.
 
     !!! example
 
@@ -48,11 +50,14 @@ def is_traced(x: Any) -> bool:
 
 @checked
 def no_jax_tracing(fn: _F) -> _F:
-    """Forbids calling a function with traced values.
+    """Wraps a function so that it raises an error when called with traced values.
 
-    This checks every leaf of the arguments. It also checks everything that the function has captured through
-    closures, defaults, `functools.partial` and bound methods, and does the same for any functions among the
-    arguments.
+    This is useful for functions that have side effects, as under `jax.jit` these would only happen once,
+    during tracing.
+
+    Every leaf of the arguments is checked. Tracers can also be smuggled in by closing over them, so we also
+    check everything that the function has captured (through closures, defaults, `functools.partial` and bound
+    methods), and do the same for any functions amongst the arguments.
 
     **Arguments:**
 
@@ -64,7 +69,8 @@ def no_jax_tracing(fn: _F) -> _F:
 
     **Raises:**
 
-    - `NotJaxCompatibleError`: when called with a tracer. The message names the function and the argument.
+    - `NotJaxCompatibleError`: if it is called with a tracer. The error message names the function and the
+        argument.
 
     !!! example
 
@@ -105,7 +111,7 @@ def _forbid_tracers(x: Any, name: str, where: str) -> None:
 def _leaves_and_captures(x: Any, seen: set[int]) -> Iterator[Any]:
     for leaf in jax.tree.leaves(x):
         yield leaf
-        # Functions may capture each other in a cycle.
+        # Track what we've already seen, because functions can capture each other in a cycle.
         if callable(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield from _leaves_and_captures(_captures(leaf), seen)
@@ -119,17 +125,20 @@ def _captures(fn: Any) -> list[Any]:
     for cell in getattr(fn, "__closure__", None) or ():
         try:
             captured.append(cell.cell_contents)
-        except ValueError:  # an unassigned variable
+        except ValueError:  # raised if the variable hasn't been assigned yet
             continue
     return captured
 
 
 def non_differentiable(x: _T) -> _T:
-    """The identity function, which raises an error if it is differentiated.
+    """The identity function, except that an error is raised if it is differentiated.
 
-    No error is raised for a zero tangent, or for a derivative that is never used, e.g. under
-    `jax.lax.stop_gradient`. Note however that forward mode outside of `jax.jit` eagerly computes every
-    tangent, regardless of whether it will be used, so in this case an error is raised.
+    This is useful to mark a quantity that a derivative should never depend on, so that a mistake isn't
+    silently treated as a zero gradient. Derivatives that are symbolically zero, or that are never used (for
+    example because of `jax.lax.stop_gradient`), don't raise an error.
+
+    Note that forward mode outside `jax.jit` eagerly computes every tangent, regardless of whether it will be
+    used, so in this case an error is always raised.
 
     **Arguments:**
 
@@ -141,7 +150,7 @@ def non_differentiable(x: _T) -> _T:
 
     **Raises:**
 
-    - `NotImplementedError`: when it is differentiated.
+    - `NotImplementedError`: if it is differentiated.
 
     !!! example
 
@@ -198,9 +207,9 @@ def _forbidden_tangent_transpose(ct: Any, t: Any) -> list[Any]:
     return [ct] if type(ct) is ad.Zero else _raise()
 
 
-# The tangent of `non_differentiable`, which is a linear identity that raises an error when it is evaluated or
-# transposed. It mustn't raise an error whilst it's being traced, because at that point we don't know whether
-# the result will depend on it. (If it doesn't then JAX never transposes it.)
+# This is applied to the tangent of `non_differentiable`. It is a linear identity that raises an error when it
+# is evaluated or transposed. Importantly, it does *not* raise an error whilst it's being traced, because at
+# that point we don't know whether the result will depend on it. (If it doesn't then JAX never transposes it.)
 _forbidden_tangent_p = Primitive("non_differentiable_tangent")
 _forbidden_tangent_p.def_abstract_eval(lambda aval: aval)
 _forbidden_tangent_p.def_impl(_raise)
@@ -211,7 +220,11 @@ mlir.register_lowering(_forbidden_tangent_p, _raise)
 
 
 def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> None:
-    """Raises an error if the result of a linearised function depends on a tangent of `non_differentiable`."""
+    """Raises an error if the result of a linearised function depends on a tangent of `non_differentiable`.
+
+    `linearize` only stages out the forbidden tangent, so without this check the error would only appear once
+    the linearised function is called.
+    """
     leaves, tree = jax.tree.flatten(tuple(primals))
     avals = [jax.typeof(x) for x in leaves]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -236,7 +249,7 @@ def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> Non
     except _ForbiddenError:
         raise
     except (NotImplementedError, TypeError, ValueError):
-        return  # there is no transpose, but calling it raises an error
+        return  # there isn't a transpose to check, but calling the function still raises an error
 
 
 def _is_forbidden(jaxpr: Any) -> bool:

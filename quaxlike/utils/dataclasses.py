@@ -20,7 +20,7 @@ _C = TypeVar("_C", bound=type[Any])
 _MISSING = dataclasses.MISSING
 _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
 
-# The classes made by `dataclass`. JAX's registry of pytrees keeps them alive anyway.
+# Every class made by `dataclass`. (The JAX pytree registry keeps these alive anyway.)
 _made: set[type[Any]] = set()
 
 
@@ -36,17 +36,18 @@ def field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> _T:
-    """Declares a field of a [`dataclass`][quaxlike.utils.dataclass].
+    """Declares a field of a [`dataclass`][quaxlike.utils.dataclass]. This is like `dataclasses.field`, but
+    with an additional `static` argument.
 
     **Arguments:**
 
-    - `static`: whether the field is metadata in the pytree's structure instead of a child. Structures are
-        compared by `==`. Default `False`.
+    - `static`: whether the field is metadata that belongs to the pytree structure, rather than being a child.
+        Note that JAX compares structures using `==`. Default `False`.
     - the others: as for `dataclasses.field`.
 
     **Returns:**
 
-    The field. Type checkers treat it as a value of the field's type.
+    The field. (Type checkers treat this as a value with the type of the field.)
 
     !!! example
 
@@ -93,7 +94,7 @@ def lens_field(
 
     **Returns:**
 
-    The field. Type checkers treat it as a `LensField[T]`.
+    The field. (Type checkers treat this as a `LensField[T]`.)
 
     !!! example
 
@@ -168,12 +169,13 @@ def dataclass(
     slots: bool = False,
     weakref_slot: bool = False,
 ) -> Any:
-    """Turns a class into a standard dataclass that is also a pytree. It is frozen by default.
+    """Turns a class into a standard dataclass that is also a pytree. By default the dataclass is frozen.
 
-    - Fields are children, except for fields with `static=True`, which are part of the structure. JAX compares
-        structures, so static fields must not contain arrays, and must not be mutated. Fields with
+    - Fields are children of the pytree, except for those with `static=True`, which are part of its structure.
+        JAX compares structures, so static fields must not contain arrays and must not be mutated. Fields with
         `init=False` are preserved as well.
-    - JAX rebuilds instances from their fields, without calling `__init__` or `__post_init__` again.
+    - When JAX rebuilds an instance, it sets the fields directly and does *not* call `__init__` or
+        `__post_init__` again.
     - `==` compares arrays by shape, dtype and values, like `eqx.tree_equal`. It returns a single boolean,
         which is traced if the arrays are traced. `hash` is consistent with this.
     - Subclasses must be decorated as well. Decorating a class twice has no effect.
@@ -186,7 +188,7 @@ def dataclass(
 
     **Returns:**
 
-    The class, or a decorator if `cls` is absent.
+    The class, or a decorator if `cls` is omitted.
 
     **Raises:**
 
@@ -231,8 +233,9 @@ def dataclass(
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
-        # `dataclasses` keeps a hand-written `__init__` anyway, but passing `init=False` lets lenses detect
-        # it.
+        # `dataclasses` never overwrites a handwritten `__init__`, regardless of this flag. We pass
+        # `init=False` anyway, so that lenses can detect that they must copy an instance rather than calling
+        # its `__init__`.
         cls = dataclasses.dataclass(cls, init=init and "__init__" not in before, **given)
         make_slot_lenses(cls)
         if eq and "__eq__" not in before:
@@ -278,7 +281,7 @@ def _told(value: Any) -> str:
     return "an array" if _is_array(value) else f"{type(value).__name__} with an array in it"
 
 
-# The children's names, and the names and values of the static fields.
+# The names of the children, followed by the names and values of the static fields.
 _Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]
 
 
@@ -292,7 +295,8 @@ def _register(cls: type[Any]) -> None:
         try:
             return get_children(obj), (children, static, get_static(obj))
         except AttributeError:
-            # Some fields might not be set, e.g. if `__post_init__` was skipped or hasn't run yet.
+            # Some of the fields might not be set, for example because `__post_init__` was skipped or hasn't
+            # run yet.
             some_children = tuple(name for name in children if hasattr(obj, name))
             some_static = tuple(name for name in static if hasattr(obj, name))
             structure = (some_children, some_static, _getter(some_static)(obj))
@@ -315,12 +319,12 @@ def _register(cls: type[Any]) -> None:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) < 2:  # for these, attrgetter doesn't return a tuple, or raises an error
+    if len(names) < 2:  # `attrgetter` fails for no names, and for a single name it doesn't return a tuple
         return lambda obj: tuple(getattr(obj, name) for name in names)
     return operator.attrgetter(*names)
 
 
-# Equality and hash, by the values of arrays -------------------------------------------------------
+# Equality and hashing, which compare arrays by value ----------------------------------------------
 
 
 def _is_static(field: dataclasses.Field[Any]) -> bool:
@@ -328,7 +332,7 @@ def _is_static(field: dataclasses.Field[Any]) -> bool:
 
 
 def _equal(self: Any, other: Any) -> Any:
-    """Implements `__eq__`; the result is traced if any array is traced."""
+    """Implements `__eq__`. Like the arrays themselves, the result is traced if any of them is traced."""
     if type(other) is not type(self):
         return NotImplemented
     names = [f.name for f in dataclasses.fields(self) if f.compare and not _is_static(f)]
@@ -349,7 +353,7 @@ def _equal(self: Any, other: Any) -> Any:
 
 
 def _hash_of(self: Any) -> int:
-    """Implements `__hash__`: equal instances have equal hashes."""
+    """Implements `__hash__`, so that instances which compare equal also have equal hashes."""
     fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
     static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
     leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
@@ -357,7 +361,8 @@ def _hash_of(self: Any) -> int:
 
 
 def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Stop at nested dataclasses, because their own `__eq__` might ignore some fields.
+    # Stop at nested dataclasses and compare these as a whole, because their own `__eq__` might ignore some of
+    # the fields.
     return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
 
 
@@ -391,6 +396,7 @@ def _leaf_hash(x: Any) -> int:
             f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
             "known yet. Hash it outside of jit, grad and vmap."
         )
-    # Add zero to normalise -0.0 to 0.0. (Since these compare equal, we need them to have the same bytes.)
+    # Adding zero normalises -0.0 to 0.0. (These two compare equal, but their bytes are different, and equal
+    # values must have equal hashes.)
     values = _on_host(x) + np.zeros((), _on_host(x).dtype)
     return hash((x.shape, str(x.dtype), values.tobytes()))

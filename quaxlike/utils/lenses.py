@@ -1,6 +1,6 @@
-"""Lenses: a getter and a copying setter for a part of an object.
+"""Lenses, i.e. a getter together with a copying setter for some part of an object.
 
-A lens never mutates an object. Instead, `set` rebuilds each object along the path, so that any checks in its
+A lens never mutates an object. Instead, `set` rebuilds each object along the path, so that any checks in
 `__post_init__` are also applied to the copy.
 """
 
@@ -20,8 +20,8 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
-# A step is an attribute or an item. We use the entries of JAX's key paths, so that it can be printed by
-# `keystr`.
+# Each step along the path of a lens is either an attribute or an item. We use the same classes as the key
+# paths of JAX, so that we can print the path using `jax.tree_util.keystr`.
 _Step = GetAttrKey | DictKey
 
 
@@ -29,8 +29,9 @@ _Step = GetAttrKey | DictKey
 class Lens(Generic[_S, _T]):
     """A lens on a part of type `T` inside objects of type `S`.
 
-    If `Point` has a [`LensField`][quaxlike.utils.LensField] `x`, then `Point.x` is a lens. Attributes and
-    items of a lens are lenses on deeper parts: `Model.layers[0].bias`.
+    For example, if `Point` has a [`LensField`][quaxlike.utils.LensField] called `x`, then `Point.x` is a
+    lens. The attributes and items of a lens are also lenses, which makes it easy to reach deeper parts:
+    `Model.layers[0].bias`.
 
     **Methods:** `get`, `set`, `update` and `focus`.
     """
@@ -39,29 +40,30 @@ class Lens(Generic[_S, _T]):
     _path: tuple[_Step, ...] = ()
 
     def get(self, obj: _S, /) -> _T:
-        """Returns the part of `obj`."""
+        """Returns this part of `obj`."""
         value: Any = obj
         for step in self._path:
             value = _child(value, step)
         return value
 
     def set(self, obj: _S, value: _T, /) -> _S:
-        """Returns a copy of `obj` with `value` as this part.
+        """Returns a copy of `obj` in which this part is `value`. The original object is left unchanged.
 
-        Dataclasses along the path are rebuilt using `dataclasses.replace`, so that their `__post_init__` is
-        called. Those with a hand-written `__init__` are copied instead.
+        Any dataclasses along the path are rebuilt using `dataclasses.replace`, so that their `__post_init__`
+        is called. This isn't possible if the `__init__` was handwritten (we don't know what arguments it
+        expects), so in this case we make a shallow copy instead.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
     def update(self, obj: _S, f: Callable[[_T], _T], /) -> _S:
-        """Returns a copy of `obj` with `f` applied to this part."""
+        """Returns a copy of `obj` in which `f` has been applied to this part."""
         return self.set(obj, f(self.get(obj)))
 
     def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
-        """Composes this lens with another lens, or with attributes and items.
+        """Composes this lens with another lens, or with a function that looks up attributes and items.
 
-        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same as `Model.mlp.layers[0]`, but its type can be
-        inferred by type checkers.
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same lens as `Model.mlp.layers[0]`. The difference
+        is that type checkers can infer its type.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -72,8 +74,8 @@ class Lens(Generic[_S, _T]):
         return Lens(self._root, self._path + cast("Lens[_T, _U]", inner)._path)
 
     def __getattr__(self, name: str) -> Lens[_S, Any]:
-        # Python and notebooks try to look up names such as `__array__` and `_repr_html_`, so don't return
-        # lenses for these.
+        # Python and notebooks look up names like `__array__` and `_repr_html_` to find out what an object
+        # supports. Don't return lenses for these, because it would look as if we supported everything.
         if name.startswith("_"):
             raise AttributeError(name)
         return Lens(self._root, (*self._path, GetAttrKey(name)))
@@ -81,7 +83,8 @@ class Lens(Generic[_S, _T]):
     def __getitem__(self, key: Any) -> Lens[_S, Any]:
         return Lens(self._root, (*self._path, DictKey(key)))
 
-    # Otherwise Python would fall back to iterating using `__getitem__`, which would never terminate.
+    # Without this, Python would fall back to calling `__getitem__` with 0, 1, 2, ..., and as this never
+    # raises an `IndexError`, the iteration would never terminate.
     __iter__ = None
 
     def __repr__(self) -> str:
@@ -98,7 +101,7 @@ def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
         return value
     step, rest = path[0], path[1:]
     if isinstance(step, GetAttrKey):
-        # The last step might be a field that hasn't been set yet.
+        # Don't look up the last step, as it might be a field that hasn't been set yet.
         return _with_attribute(obj, step.name, _replaced(_child(obj, step), rest, value) if rest else value)
     return _with_item(obj, step.key, _replaced(_child(obj, step), rest, value))
 
@@ -135,14 +138,15 @@ def _with_item(obj: Any, key: Any, value: Any) -> Any:
 
 
 class LensField(Generic[_T]):
-    """Annotates a dataclass field: on the class it is a lens, on instances a `T`.
+    """Annotates a dataclass field, so that it is a lens when accessed on the class. On instances it is still
+    a `T`.
 
-    This works in classes decorated with [`dataclass`][quaxlike.utils.dataclass]. Other dataclasses, such as
-    `eqx.Module`s, need the base [`HasLensFields`][quaxlike.utils.HasLensFields]. At run time, `LensField[T]`
-    is `Annotated[T, LensField]`, so run-time type checkers see a `T`.
+    This works for classes decorated with [`dataclass`][quaxlike.utils.dataclass]. For any other dataclasses
+    (such as `eqx.Module`s), inherit from [`HasLensFields`][quaxlike.utils.HasLensFields] as well. At run time
+    `LensField[T]` is just `Annotated[T, LensField]`, which means that run-time type checkers see a `T`.
 
-    Lenses come from functional programming; see J. N. Foster et al., "Combinators for
-    bidirectional tree transformations", 2007.
+    Lenses come from functional programming; see J. N. Foster et al., "Combinators for bidirectional tree
+    transformations", 2007.
 
     !!! example
 
@@ -176,10 +180,11 @@ class LensField(Generic[_T]):
 
 
 class HasLensFields:
-    """A base class that turns the [`LensField`][quaxlike.utils.LensField]s of a dataclass into lenses.
+    """A base class that makes each [`LensField`][quaxlike.utils.LensField] of a dataclass available as a
+    lens.
 
-    This doesn't have a metaclass or any fields, so it can be combined with `eqx.Module` or any other base
-    class.
+    Note that this doesn't have a metaclass or any fields, so it can be combined with `eqx.Module` or any
+    other base class.
 
     !!! example
 
@@ -203,12 +208,12 @@ class HasLensFields:
 
 
 class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
-    """A dataclass field that stays on its class as a descriptor, and returns a lens.
+    """A dataclass field that stays on its class as a descriptor, where it returns a lens.
 
-    `dataclasses` looks up the class attribute twice. The first time, the field doesn't have a name yet, and
-    we return the field itself. `dataclasses` then sets its name, and looks it up again; if it were to get a
-    field, then it would replace the attribute by the default. So at this point we return the default, which
-    leaves the descriptor in place.
+    This relies on `dataclasses` looking up the class attribute twice. The first time around the field doesn't
+    have a name yet, and we return the field itself. `dataclasses` then sets its name and looks it up again.
+    (If it were to find a field at this point, then it would replace the class attribute by the default.) So
+    the second time around we return the default, which leaves the descriptor in place.
     """
 
     __slots__ = ()
@@ -222,13 +227,13 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
         return spec
 
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        # Python looks in the dictionary of the instance first, so we only get here if the field isn't set.
+        # Python looks in the instance dictionary first, so if we get here then the field hasn't been set.
         if instance is not None:
             raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
-        # Despite the type stubs, the name is initially None.
+        # Despite what the type stubs claim, the name is initially `None`.
         if cast("str | None", self.name) is None:
             return self
-        # This is also how a default is looked up if a subclass annotates the same name again.
+        # This branch is also used to look up the default if a subclass annotates the same name again.
         if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
             if self.default is dataclasses.MISSING:
                 raise AttributeError(self.name)
@@ -237,7 +242,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
 
 
 class SlotLens:
-    """A descriptor for slots, which returns a lens on the class, and the value of the slot on instances."""
+    """A descriptor wrapping a slot. It returns a lens on the class and the value of the slot on instances."""
 
     def __init__(self, name: str, slot: Any) -> None:
         self._name = name
@@ -256,9 +261,11 @@ class SlotLens:
 
 
 def make_lens_fields(cls: type[Any]) -> None:
-    """Turns fields annotated as `LensField` into lenses. Call this before `dataclasses.dataclass`."""
+    """Turns every field annotated as `LensField` into a lens. This must be called before
+    `dataclasses.dataclass`.
+    """
     if _is_processed(cls):
-        return  # `slots=True` creates the class a second time
+        return  # with `slots=True` the class is created twice, and this is the second time
     for name, annotation in inspect.get_annotations(cls).items():
         if _is_lens_annotation(annotation, cls):
             field = getattr(cls, name, dataclasses.MISSING)
@@ -269,7 +276,9 @@ def make_lens_fields(cls: type[Any]) -> None:
 
 
 def make_slot_lenses(cls: type[Any]) -> None:
-    """Restores the lenses, after they have been replaced by slots in `dataclass(slots=True)`."""
+    """Puts back the lenses of a class with slots. (`dataclass(slots=True)` replaces them with slot
+    descriptors.)
+    """
     for field in dataclasses.fields(cls):
         slot = vars(cls).get(field.name)
         if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):
@@ -284,7 +293,7 @@ def _is_lens_annotation(annotation: Any, cls: type[Any]) -> bool:
     if isinstance(annotation, str):
         head, *attributes = annotation.split("[")[0].strip().split(".")
         namespace: Mapping[str, Any] = vars(sys.modules.get(cls.__module__, object))
-        if head not in namespace:  # a name local to a function
+        if head not in namespace:  # the name is local to some function, so we can't evaluate it
             return [head, *attributes][-1] == LensField.__name__
         annotation = namespace[head]
         for attribute in attributes:

@@ -26,15 +26,17 @@ def _post_init_set_to(enabled: bool) -> Iterator[None]:
 
 
 def no_post_init() -> contextlib.AbstractContextManager[None]:
-    """A context in which some `__post_init__` methods are skipped.
+    """Returns a context in which some `__post_init__` methods are skipped.
 
-    This affects methods decorated with
-    [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. Contexts can be nested, affect
-    only the current thread and asyncio task, and restore the previous setting even after an error.
+    This only affects methods decorated with
+    [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. For example, you can use it to
+    construct an object with placeholder values that wouldn't pass the usual checks. Contexts can be nested.
+    They affect only the current thread or asyncio task, and the previous setting is restored even if an error
+    is raised.
 
     **Returns:**
 
-    A context manager. It can also be used as a decorator.
+    A context manager, which can also be used as a decorator.
 
     !!! example
 
@@ -59,11 +61,11 @@ def no_post_init() -> contextlib.AbstractContextManager[None]:
 
 
 def enable_post_init() -> contextlib.AbstractContextManager[None]:
-    """Undoes [`no_post_init`][quaxlike.utils.no_post_init] in an inner context.
+    """Undoes [`no_post_init`][quaxlike.utils.no_post_init] inside an inner context.
 
     **Returns:**
 
-    A context manager. It can also be used as a decorator.
+    A context manager, which can also be used as a decorator.
 
     !!! example
 
@@ -83,7 +85,8 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 def skip_post_init_if_disabled(
     post_init: Callable[Concatenate[_T, _P], None],
 ) -> Callable[Concatenate[_T, _P], None]:
-    """Decorates a `__post_init__` method, so that [`no_post_init`][quaxlike.utils.no_post_init] skips it.
+    """Decorates a `__post_init__` method so that it is skipped under
+    [`no_post_init`][quaxlike.utils.no_post_init].
 
     **Arguments:**
 
@@ -91,7 +94,7 @@ def skip_post_init_if_disabled(
 
     **Returns:**
 
-    The method, with the same name and docstring.
+    The wrapped method. It has the same name and docstring as the original.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""Random keys."""
+"""Infinite streams of random keys."""
 
 import math
 import operator
@@ -17,24 +17,26 @@ _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 @checked
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
-    """An infinite iterator of random keys.
+    """Returns an infinite iterator of random keys.
 
-    Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, reshaped to `shape`. It
-    depends only on `rng`, `shape` and `n`. Keys are computed on demand.
+    Counting from zero, item `n` is equal to `fold_in(k, n)` for each `k` in `split(rng, prod(shape))`, and is
+    then reshaped to `shape`. In particular it depends only on `rng`, `shape` and `n`. Keys are computed
+    lazily, as they are requested.
 
     **Arguments:**
 
-    - `rng`: one key, new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
-    - `shape`: each item's shape, as one integer or several. Default `()`: one key.
+    - `rng`: a single key, which can be either new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
+    - `shape`: the shape of each item, as either an integer or a sequence of integers. Default `()`, i.e. each
+        item is a single key.
 
     **Returns:**
 
-    An iterator of arrays of keys, with shape `shape`, or `(*shape, *rng.shape)` for legacy keys.
+    An iterator of key arrays. These have shape `shape`, or `(*shape, *rng.shape)` for legacy keys.
 
     **Raises:**
 
-    - `ValueError`: if `rng` is not one key, or `shape` contains a negative number.
-    - `TypeError`: if `shape` contains anything but integers.
+    - `ValueError`: if `rng` isn't a single key, or if `shape` contains a negative number.
+    - `TypeError`: if `shape` contains anything other than integers.
 
     !!! example
 
@@ -66,7 +68,8 @@ def _chain(rng: jax.Array, shape: tuple[int, ...]) -> Iterator[jax.Array]:
     if isinstance(rng, Tracer):
         keys = jax.random.split(rng, math.prod(shape))
     else:
-        # The first item might be computed inside a transform, whose tracers we mustn't leak.
+        # We might be inside a transform when the first item is requested. The keys outlive that transform, so
+        # don't let it trace them.
         with jax.ensure_compile_time_eval():
             keys = jax.random.split(rng, math.prod(shape))
     n = 0

@@ -1,4 +1,4 @@
-"""Scatter into all leaves of a pytree."""
+"""Scattering into every leaf of a pytree."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
@@ -16,15 +16,16 @@ _T = TypeVar("_T")
 
 
 class ScatterArgs(TypedDict, total=False):
-    """Options of [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
+    """Options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
-    These are the options of `jax.Array.at[...].set`. All are optional.
+    These are the same options as for `jax.Array.at[...].set`, and all of them are optional.
 
-    - `mode`: what happens to indices that are out of bounds: `"drop"` (the default, also named `"fill"`),
-        `"clip"`, or `"promise_in_bounds"`.
+    - `mode`: what to do with indices that are out of bounds. Either `"drop"` (the default, which is also
+        called `"fill"`), `"clip"`, or `"promise_in_bounds"`.
     - `wrap_negative_indices`: whether negative indices count from the end.
-    - `fill_value`: only used by `.at[...].get`, and ignored here.
-    - `indices_are_sorted`, `unique_indices`: promises that can be used for a faster implementation.
+    - `fill_value`: this is only used by `.at[...].get`, and so it is ignored here.
+    - `indices_are_sorted`, `unique_indices`: promises about the indices, which allow for a faster
+        implementation.
     """
 
     mode: Literal["promise_in_bounds", "fill", "drop", "clip"]
@@ -36,7 +37,7 @@ class ScatterArgs(TypedDict, total=False):
 
 @runtime_checkable
 class HasScatterArgs(Protocol):
-    """A node with its own options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
+    """A pytree node that specifies its own options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
     !!! example
 
@@ -55,24 +56,25 @@ class HasScatterArgs(Protocol):
 
     @property
     def scatter_args(self) -> ScatterArgs:
-        """The options for this node and all nodes below it."""
+        """The options for this node and every node below it."""
         ...
 
 
 @checked
 def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) -> _T:
-    """Sets rows of every leaf: `leaf.at[idxs].set(value_leaf, **args)`.
+    """Sets rows of every leaf in a pytree, i.e. `leaf.at[idxs].set(value_leaf, **args)`.
 
-    Nodes with `scatter_args` pass them down to all nodes below. If options conflict, `args` takes precedence
-    over nodes, and an outer node over an inner one.
+    If a node has a `scatter_args` attribute, then these options are used for every node below it as well. In
+    case of a conflict, `args` takes precedence over the nodes, and outer nodes take precedence over inner
+    nodes.
 
     **Arguments:**
 
-    - `item`: a tree of JAX or NumPy arrays, each with shape `(n, *rest)`.
-    - `value`: a tree with the same structure. Its leaves broadcast to `idxs.shape + rest`. A Python number is
-        used for all leaves.
+    - `item`: a pytree of JAX or NumPy arrays, each with shape `(n, *rest)`.
+    - `value`: a pytree with the same structure as `item`, with leaves that broadcast to `idxs.shape + rest`.
+        If this is just a Python number then it is used for every leaf.
     - `idxs`: integers of any shape.
-    - `args`: options for all leaves; `{}` for none.
+    - `args`: options that apply to every leaf. Pass `{}` if you don't need any.
 
     **Returns:**
 
@@ -80,9 +82,9 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
     **Raises:**
 
-    - `TypeError`: if a value's dtype does not promote to the leaf's dtype, such as a float for
-        integers; if `idxs` are not integers; or if an option is unknown.
-    - `ValueError`: if shapes do not match, even if `idxs` is empty. The message says where.
+    - `TypeError`: if the dtype of a value doesn't promote to the dtype of its leaf, such as writing floats to
+        integers; if `idxs` aren't integers; or if an option is unknown.
+    - `ValueError`: if the shapes don't match, even if `idxs` is empty. The error message says where.
 
     !!! example
 
@@ -110,8 +112,8 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
         path = prefix + path
         if not isinstance(node, HasScatterArgs) or treedef_is_leaf(jax.tree.structure(node)):
             return _set_leaf(path, node, new, idxs, args)
-        # This node has already been matched with its counterpart, which must only happen once, so continue
-        # with its children.
+        # `map_with_path` has already matched this node with its counterpart. This must only happen once, so
+        # continue with its children.
         passed = cast(ScatterArgs, {**node.scatter_args, **args})
 
         def child(at: Any, inner: Any, new: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A version of `jax.custom_batching.sequential_vmap` with derivatives."""
+"""A differentiable version of `jax.custom_batching.sequential_vmap`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,25 +16,28 @@ from .._checked import checked
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Closed = Any  # a jaxpr with its constants: JAX 0.10 has a class for it, later releases have one for all
+# A jaxpr with its constants. (JAX 0.10 has a separate class for this, but later versions don't.)
+_Closed = Any
 
 
 @checked
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Runs a function sequentially under `jax.vmap`, with a `jax.lax.scan` over the batch.
+    """Wraps a function so that under `jax.vmap` it is run sequentially, using a `jax.lax.scan` over the
+    batch.
 
-    Use this for functions that can't be batched, or that would use too much memory if they were. Derivatives
-    of any order, in both forward and reverse mode, are also evaluated sequentially. Note that reverse mode
-    recomputes the function, like `jax.checkpoint`.
+    This is useful for functions that can't be batched, or for which the batched version would use too much
+    memory. Derivatives of any order are also evaluated sequentially, in both forward and reverse mode. Note
+    that reverse mode recomputes the function, much like `jax.checkpoint`.
 
     **Arguments:**
 
-    - `func`: a function from pytrees to a pytree of arrays. This is traced on every call, and is allowed to
-        close over tracers. Collectives over a mapped axis raise an error.
+    - `func`: a function that maps pytrees to a pytree of arrays. It is traced every time it is called, and it
+        may close over tracers. It is an error for `func` to have a collective over an axis that is being
+        mapped.
 
     **Returns:**
 
-    A function that only behaves differently from `func` under `jax.vmap`.
+    A function that is the same as `func`, except under `jax.vmap`.
 
     !!! example
 
@@ -58,7 +61,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
-        # Turn closed-over values into operands, so that transforms are applied to them.
+        # Turn any closed-over values into operands. (Transforms only look at the operands of a primitive.)
         opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
             lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)
@@ -91,7 +94,7 @@ def _batch(
     mapped = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(mapped, dims, strict=True)]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
-        # Bind the primitive again, so that an outer vmap is also sequential.
+        # Bind the primitive again rather than inlining the jaxpr, so that an outer vmap is sequential too.
         return None, sequential_call_p.bind(*eqx.combine(items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
@@ -99,7 +102,7 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _Closed) -> tuple[list[Any], list[Any]]:
-    # Use two separate calls, so that reverse mode evaluates the first and transposes the second.
+    # We use two separate calls so that reverse mode can evaluate the first and transpose the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
     tangents = [None if type(t) is ad.Zero else t for t in tangents]
     varying, fixed = eqx.partition(list(primals), [t is not None for t in tangents])
@@ -134,7 +137,7 @@ def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: _Closed) -> list[Any]:
     return [None if aval is None else next(found) for aval in linear]
 
 
-# A call of `jaxpr`, which doesn't have any traced constants. Every derivative is also a call of this
+# Calls `jaxpr`, whose constants are never traced. The JVP and the transpose are each another call of this
 # primitive, so that derivatives are sequential as well.
 sequential_call_p = Primitive("sequential_call")
 sequential_call_p.multiple_results = True
@@ -144,4 +147,4 @@ ad.primitive_jvps[sequential_call_p] = _jvp
 ad.primitive_transposes[sequential_call_p] = _transpose
 batching.fancy_primitive_batchers[sequential_call_p] = _batch
 mlir.register_lowering(sequential_call_p, mlir.lower_fun(_call, multiple_results=True))
-sequential_call_p.to_lojax = _call  # hijax: the lowering for high-level primitives
+sequential_call_p.to_lojax = _call  # the hijax equivalent of a lowering, for high-level primitives

@@ -1,4 +1,4 @@
-"""JAX's transforms with precise types."""
+"""JAX transforms with precise types."""
 
 import functools
 import inspect
@@ -70,25 +70,25 @@ def jit(
     abstracted_axes: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`jax.jit`, which keeps the function's type and can be used as a decorator with options.
+    """Like `jax.jit`, but keeps the type of the function and can be used as a decorator with options.
 
-    At run time this returns the same object as `jax.jit`, with `.lower`, `.trace` and `.clear_cache`. As type
-    checkers only see the type of the original function, you have to write e.g. `cast(jax.stages.Wrapped,
-    f).lower(x)`.
+    At run time the result is the same object that `jax.jit` returns, including `.lower`, `.trace` and
+    `.clear_cache`. Type checkers however only see the type of the original function, so if you need one of
+    these then write e.g. `cast(jax.stages.Wrapped, f).lower(x)`.
 
     **Arguments:**
 
-    - `fn`: a function or method. Omit this to get a decorator with options.
-    - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
-        passed on.
+    - `fn`: the function or method to compile. Omit this to get a decorator with options.
+    - the others: as for `jax.jit`, with the same defaults. Only those options that differ from their default
+        are passed on.
 
     **Returns:**
 
-    The compiled function, or a decorator if `fn` is absent.
+    The compiled function, or a decorator if `fn` is omitted.
 
     **Raises:**
 
-    - `TypeError`: if an option (such as `abstracted_axes`) isn't supported by the installed version of JAX.
+    - `TypeError`: if the installed version of JAX doesn't support an option (for example `abstracted_axes`).
 
     !!! example
 
@@ -143,22 +143,23 @@ def vectorize(
     excluded: Set[int | str] = frozenset(),
     signature: str | None = None,
 ) -> Any:
-    """`jnp.vectorize`, which keeps the function's type and accepts keyword arguments.
+    """Like `jnp.vectorize`, but keeps the type of the function and accepts keyword arguments.
 
     **Arguments:**
 
-    - `pyfunc`: a function of arrays with the core shapes. Omit this to get a decorator with options.
-    - `excluded`: indices or names of arguments that are not mapped over. Default: none.
-    - `signature`: the core shapes, such as `"(m,n),(n)->(m)"`. Default: scalars.
+    - `pyfunc`: a function that acts on arrays with the core shapes. Omit this to get a decorator with
+        options.
+    - `excluded`: the indices or names of any arguments that should not be mapped over. Default: none.
+    - `signature`: the core shapes, for example `"(m,n),(n)->(m)"`. By default every argument is a scalar.
 
     **Returns:**
 
-    A function whose arguments can have additional leading axes, which broadcast against each other; or a
-    decorator if `pyfunc` is omitted.
+    A function whose arguments can have additional leading axes, which are broadcast against each other. If
+    `pyfunc` is omitted then this is a decorator instead.
 
     **Raises:**
 
-    - `TypeError`: if a keyword-only argument is passed and not excluded.
+    - `TypeError`: if a keyword-only argument is passed without being excluded.
 
     !!! example
 
@@ -181,7 +182,8 @@ def vectorize(
         def vectorized(*args: Any, **kwargs: Any) -> Any:
             if not kwargs and not has_names:
                 return mapped(*args)
-            # `jnp.vectorize` only maps over positional arguments, and drops any others.
+            # `jnp.vectorize` only maps over positional arguments and silently drops the rest, so make as many
+            # of the arguments positional as we can.
             args, kept, indices = _by_position(fun, args, kwargs, excluded)
             bound = functools.partial(fun, **kept)
             return jnp.vectorize(bound, excluded=indices, signature=signature)(*args)
@@ -197,7 +199,7 @@ def _by_position(
     kwargs: Mapping[str, Any],
     excluded: Set[int | str],
 ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
-    """Returns positional arguments, remaining keyword arguments, and excluded positions."""
+    """Returns the positional arguments, any leftover keyword arguments, and the excluded positions."""
     signature = inspect.signature(fun)
     given = signature.bind(*args, **kwargs).arguments
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
@@ -206,8 +208,8 @@ def _by_position(
     by_position += args[len(parameters) :]
     indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
-    # Don't map over parameters that we had to fill in with their default, as they precede one that was
-    # passed.
+    # If an earlier parameter was omitted then we had to fill it in with its default, which shouldn't be
+    # mapped over.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
@@ -242,26 +244,28 @@ def shard_map(
     axis_names: Set[Hashable] = frozenset(),
     check_vma: bool = True,
 ) -> _F:
-    """`jax.shard_map`, which keeps the function's type and accepts keyword arguments.
+    """Like `jax.shard_map`, but keeps the type of the function and accepts keyword arguments.
 
     **Arguments:**
 
-    - `f`: the function of shards.
+    - `f`: the function to apply to each shard.
     - `out_specs`: a pytree prefix of `PartitionSpec`s for the result.
-    - `in_specs`: likewise for the tuple of arguments. Default: the shardings of the arguments, which are only
-        available for axes of type `Explicit`.
-    - `mesh`: the mesh. Default: the current mesh of `jax.set_mesh`.
-    - `axis_names`: the mesh's axes over which `f` is manual. Default: all.
-    - `check_vma`: whether JAX checks that outputs are replicated as in `out_specs`. Default `True`.
+    - `in_specs`: a pytree prefix of `PartitionSpec`s for the tuple of arguments. By default these are
+        inferred from how the arguments are sharded. (Note that this is only available for mesh axes of type
+        `Explicit`.)
+    - `mesh`: the mesh to use. By default this is the current mesh from `jax.set_mesh`.
+    - `axis_names`: the mesh axes over which `f` is manual. Default: all of them.
+    - `check_vma`: whether JAX should check that outputs are replicated if `out_specs` claims so. Default
+        `True`.
 
     **Returns:**
 
-    A function of whole arrays.
+    A function that acts on whole arrays.
 
     **Raises:**
 
-    - `ValueError`: if `in_specs` is omitted and an axis of the mesh is of type `Auto`.
-    - `TypeError`: if a keyword-only argument is passed, as this can't be described by `in_specs`.
+    - `ValueError`: if `in_specs` is omitted and one of the mesh axes is of type `Auto`.
+    - `TypeError`: if a keyword-only argument is passed, as `in_specs` has no way of describing these.
 
     !!! example
 
@@ -327,18 +331,19 @@ def linearize(
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
 @checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """`jax.linearize` with types: returns a function's value and its linear derivative.
+    """Like `jax.linearize`, but with precise types. Returns the value of a function together with its linear
+    derivative.
 
     **Arguments:**
 
-    - `fn`: the function.
-    - `*primals`: the point at which to linearize.
-    - `has_aux`: whether `fn` returns a pair of the output and auxiliary data. Default `False`.
+    - `fn`: the function to linearise.
+    - `*primals`: the point at which to linearise.
+    - `has_aux`: whether `fn` returns a pair of its output and some auxiliary data. Default `False`.
 
     **Returns:**
 
-    `(output, jvp)`, or `(output, jvp, aux)` with `has_aux`. `jvp` maps tangents of the primals to a tangent
-    of the output.
+    A tuple `(output, jvp)`, or `(output, jvp, aux)` if `has_aux=True`. Here `jvp` maps tangents for the
+    primals to a tangent for the output.
 
     **Raises:**
 

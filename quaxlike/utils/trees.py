@@ -1,4 +1,4 @@
-"""Functions on pytrees."""
+"""Functions for working with pytrees."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, *NUMBER)
 
 @runtime_checkable
 class PyTreeDef(Protocol[_T]):
-    """The structure of a pytree of type `T`: JAX's `PyTreeDef` with types.
+    """The structure of a pytree of type `T`. This is a typed version of `jax.tree_util.PyTreeDef`.
 
     !!! example
 
@@ -35,26 +35,26 @@ class PyTreeDef(Protocol[_T]):
     @property
     def num_leaves(self) -> int: ...
     def flatten_up_to(self, xs: _T, /) -> list[Any]:
-        """Returns the parts of `xs` at this structure's leaves."""
+        """Returns the parts of `xs` that correspond to the leaves of this structure."""
         ...
 
     def unflatten(self, leaves: Iterable[Any], /) -> _T:
-        """Returns the tree with this structure and these leaves."""
+        """Returns the pytree that has this structure and the given leaves."""
         ...
 
 
 @checked
 def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeDef[_T]:
-    """`jax.tree.structure` with types.
+    """A version of `jax.tree.structure` with precise types.
 
     **Arguments:**
 
-    - `x`: the tree.
-    - `is_leaf`: a predicate. Nodes for which it is True are leaves. Default: none.
+    - `x`: the pytree.
+    - `is_leaf`: a predicate. Nodes for which it returns `True` are treated as leaves. Default: none.
 
     **Returns:**
 
-    JAX's own `PyTreeDef`.
+    The structure. At run time this is just JAX's own `PyTreeDef`.
 
     !!! example
 
@@ -69,8 +69,8 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A node that customises how it is matched with its counterparts in
-    [`tree_map`][quaxlike.utils.tree_map].
+    """A pytree node that customises how [`tree_map`][quaxlike.utils.tree_map] matches it with its
+    counterparts.
 
     !!! example
 
@@ -92,7 +92,7 @@ class SupportsTreeMatch(Protocol):
     """
 
     def __tree_match__(self: _T, *others: _T) -> tuple[_T, ...]:
-        """Returns this node and its counterparts in the other trees, with matching structures."""
+        """Returns this node and its counterparts from the other pytrees, modified so that they match."""
         ...
 
 
@@ -103,26 +103,27 @@ def tree_map(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """Like `jax.tree.map`, but first matches nodes that define `__tree_match__` with their counterparts.
+    """Like `jax.tree.map`, but nodes that define `__tree_match__` are first matched with their counterparts.
 
-    If `tree` contains such a node, and there are other trees, then the node and its counterparts are replaced
-    by the result of `node.__tree_match__(*counterparts)`. The same is then applied recursively to their
-    children.
+    If `tree` contains such a node and there are other pytrees, then the node and its counterparts are
+    replaced by the result of `node.__tree_match__(*counterparts)`. We then do the same for their children,
+    recursively.
 
     **Arguments:**
 
-    - `fn`: a function of one leaf of each tree.
-    - `tree`: a tree. The result has its structure.
-    - `*trees`: trees with the same structure as `tree`, after matching.
-    - `is_leaf`: a predicate. Nodes for which it is True are leaves, such as `ql.is_value`. Default: none.
+    - `fn`: a function that accepts one leaf from each pytree.
+    - `tree`: a pytree. This also determines the structure of the result.
+    - `*trees`: other pytrees. After matching, these must have the same structure as `tree`.
+    - `is_leaf`: a predicate. Nodes for which it returns `True` are treated as leaves, for example
+        `ql.is_value`. Default: none.
 
     **Returns:**
 
-    The tree of results.
+    The pytree of results.
 
     **Raises:**
 
-    - `ValueError`: if structures differ, or `__tree_match__` returns the wrong number of nodes.
+    - `ValueError`: if the structures differ, or if `__tree_match__` returns the wrong number of nodes.
 
     !!! example
 
@@ -141,7 +142,7 @@ def map_with_path(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """Like `tree_map`, but `fn` is called with the key path as an additional first argument."""
+    """Like `tree_map`, but `fn` also receives the key path as its first argument."""
 
     def is_end(node: Any) -> bool:
         return is_leaf is not None and is_leaf(node)
@@ -157,7 +158,8 @@ def map_with_path(
                 nodes = _matched(path, *nodes)
             if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
                 return fn(path, *nodes)
-            # Continue inside the node, making sure that it doesn't stop the traversal a second time.
+            # Continue inside the node. We've already matched it, so it mustn't stop the traversal a second
+            # time.
             return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
@@ -189,26 +191,26 @@ def _matched(path: tuple[Any, ...], node: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def at(path: tuple[Any, ...]) -> str:
-    """Returns e.g. " at ['a']", or an empty string for the root."""
+    """Formats a path for use in an error message, for example as " at ['a']". This is empty for the root."""
     return f" at {keystr(path)}" if path else ""
 
 
 @checked
 def tree_stack(*trees: _T) -> _T:
-    """Stacks the leaves of trees along a new axis 0.
+    """Stacks the leaves of several pytrees along a new axis 0.
 
     **Arguments:**
 
-    - `*trees`: at least one tree. They have the same structure and shapes. Dtypes are promoted.
+    - `*trees`: at least one pytree. All of them must have the same structure and shapes. Dtypes are promoted.
 
     **Returns:**
 
-    The tree of stacked leaves, with shape `(len(trees), *shape)`.
+    The pytree of stacked leaves, each of which has shape `(len(trees), *shape)`.
 
     **Raises:**
 
-    - `TypeError`: if there is no tree, or a leaf is not an array.
-    - `ValueError`: if structures or shapes differ. The message says where.
+    - `TypeError`: if there aren't any pytrees, or if a leaf isn't an array.
+    - `ValueError`: if the structures or shapes differ. The error message says where.
 
     !!! example
 
@@ -224,21 +226,22 @@ def tree_stack(*trees: _T) -> _T:
 
 @checked
 def tree_concat(*trees: _T) -> _T:
-    """Concatenates the leaves of trees along axis 0.
+    """Concatenates the leaves of several pytrees along axis 0.
 
     **Arguments:**
 
-    - `*trees`: at least one tree. They have the same structure, and shapes that differ only in axis 0. Dtypes
-        are promoted.
+    - `*trees`: at least one pytree. All of them must have the same structure, with shapes that differ only in
+        axis 0. Dtypes are promoted.
 
     **Returns:**
 
-    The tree of concatenated leaves.
+    The pytree of concatenated leaves.
 
     **Raises:**
 
-    - `TypeError`: if there is no tree, or a leaf is not an array.
-    - `ValueError`: if a leaf is a scalar, or structures or shapes differ. The message says where.
+    - `TypeError`: if there aren't any pytrees, or if a leaf isn't an array.
+    - `ValueError`: if a leaf is a scalar, or if the structures or shapes differ. The error message says
+        where.
 
     !!! example
 
@@ -260,19 +263,19 @@ def tree_concat(*trees: _T) -> _T:
 
 @checked
 def tree_zeros_like(tree: _T) -> _T:
-    """Makes zeros with the shapes and dtypes of a tree's leaves.
+    """Creates a pytree of zeros that have the same shapes and dtypes as the leaves of another pytree.
 
     **Arguments:**
 
-    - `tree`: a tree of arrays, numbers or `jax.ShapeDtypeStruct`s.
+    - `tree`: a pytree of arrays, numbers or `jax.ShapeDtypeStruct`s.
 
     **Returns:**
 
-    The tree of zeros.
+    The pytree of zeros.
 
     **Raises:**
 
-    - `TypeError`: if a leaf is not an array. The message says where.
+    - `TypeError`: if a leaf isn't an array. The error message says where.
 
     !!! example
 
@@ -287,22 +290,25 @@ def tree_zeros_like(tree: _T) -> _T:
 
 @checked
 def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
-    """Selects between two trees, with a condition that broadcasts over trailing axes.
+    """Selects between two pytrees, using a condition that is broadcast over any trailing axes.
+
+    (NumPy-style broadcasting would add the missing axes at the front instead.)
 
     **Arguments:**
 
-    - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to the shape, up to
-        the leaf's rank.
-    - `tree1`: the values where `accept` is true. Its leaves have shape `(*batch, ...)`.
-    - `tree2`: the values where `accept` is false, with the same structure.
+    - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to this shape until
+        it has the same rank as the leaf.
+    - `tree1`: the values to use if `accept` is true. Its leaves must have shape `(*batch, ...)`.
+    - `tree2`: the values to use if `accept` is false. It must have the same structure as `tree1`.
 
     **Returns:**
 
-    The tree of `jnp.where(accept, leaf1, leaf2)`.
+    The pytree of `jnp.where(accept, leaf1, leaf2)`.
 
     **Raises:**
 
-    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not match. The message says where.
+    - `ValueError`: if a leaf has fewer axes than `accept`, or if the shapes don't match. The error message
+        says where.
 
     !!! example
 
@@ -329,7 +335,9 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
-    """Maps over arrays. Errors name the function and the leaf's path."""
+    """Maps a function over arrays. If this raises an error, then its message mentions the name of the
+    function and the path to the leaf.
+    """
     if not trees:
         raise TypeError(f"{name} needs at least one tree, found none.")
 
@@ -348,9 +356,9 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
 
 @contextlib.contextmanager
 def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
-    """Adds the path and the arrays to errors about mismatched arrays."""
+    """Adds the path, shapes and dtypes to any errors about arrays that don't match."""
     try:
         yield
-    except (TypeError, ValueError) as error:  # JAX raises either
+    except (TypeError, ValueError) as error:  # JAX could raise either of these
         found = ", ".join(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves)
         raise ValueError(f"{name}: the leaves{at(path)} do not fit ({found}): {error}") from error

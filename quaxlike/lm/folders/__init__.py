@@ -1,1 +1,1 @@
-"""Checkpoint folders: configurations, accompanying files, and atomically replacing them."""
+"""Tools for reading the files in checkpoint folders, and for replacing them atomically."""

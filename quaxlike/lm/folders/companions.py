@@ -1,8 +1,8 @@
-"""The files that accompany a model's weights.
+"""The files that accompany the weights of a model.
 
-These are the tokeniser, chat templates, generation settings, and any sentence-transformers modules. We must
-never leave weights next to the tokeniser of another model, since this would load successfully but generate
-nonsense.
+These are the tokeniser, chat templates, generation settings, and any sentence-transformers modules.
+Importantly, we must never leave weights next to a tokeniser that belongs to another model, because such a
+model would load successfully but generate nonsense.
 """
 
 import filecmp
@@ -17,25 +17,26 @@ from ..._files import replacing
 from ...files.errors import CheckpointError, file_error, hub_hint, quoted
 from ...files.json_text import read_json_file, read_json_list
 
-# The names that transformers uses. The essential tokeniser files are listed first, so as to be replaced last.
+# The names that transformers uses. The essential tokeniser files come first in this list, so that they are
+# replaced last.
 _NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
-# The file in which sentence-transformers lists its modules, each of which has its own folder.
+# In this file, sentence-transformers lists its modules. Each of them has its own folder.
 _MODULES = "modules.json"
 _OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-# Settings written by other quantisation tools, which readers fall back to if config.json has none.
+# Other quantisation tools write these settings. Readers use them if config.json doesn't have any.
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """Returns the files that accompany a checkpoint's weights, keyed by name.
+    """Returns the files that accompany the weights in a checkpoint, keyed by name.
 
-    **Raises:** `CheckpointError` if any of them is not a regular file, or is a link to outside the folder
-    (other than into a Hugging Face cache).
+    **Raises:** `CheckpointError` if one of them isn't a regular file, or if it is a link to somewhere outside
+    the folder (other than into a Hugging Face cache).
     """
     base = Path(os.path.realpath(folder))
     roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
@@ -52,7 +53,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
 
 
 def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
-    """Copies files into a folder under temporary names. They are renamed when `stack` is closed."""
+    """Copies files into a folder under temporary names. They get their final names once `stack` is closed."""
     for name, file in files.items():
         target = folder / name
         if target.exists() and target.samefile(file):
@@ -67,14 +68,15 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
     """Removes all accompanying files that differ from those in `files`.
 
-    This is done before adding the new files, so that even if the process is killed in between, the weights
-    are never left next to another model's tokeniser.
+    We do this before adding the new files. This ensures that even if the process is killed in between, the
+    weights are never left next to a tokeniser that belongs to another model.
     """
     for name in _present(folder):
         if name not in files:
             (folder / name).unlink()
         elif not filecmp.cmp(folder / name, files[name], shallow=False):
-            os.unlink(os.path.realpath(folder / name))  # the target of a link is what gets replaced
+            # If this is a link then we would replace its target, so that is what we have to remove.
+            os.unlink(os.path.realpath(folder / name))
     for name in _OF_WEIGHTS:
         (folder / name).unlink(missing_ok=True)
 
@@ -91,7 +93,9 @@ def _present(folder: Path) -> list[str]:
 
 
 def hint_for(path: str | os.PathLike[str]) -> str:
-    """Suggests how to proceed if a folder contains no model, as the last sentence of an error message."""
+    """Suggests how to proceed if a folder doesn't contain a model. This is the last sentence of an error
+    message.
+    """
     folder = Path(path)
     about = folder / "adapter_config.json"
     if about.is_file():
@@ -111,14 +115,17 @@ def hint_for(path: str | os.PathLike[str]) -> str:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Lists the folders of all sentence-transformers modules except the first, which is the model itself."""
+    """Lists the folders of all sentence-transformers modules, except for the first, which is the model
+    itself.
+    """
     return [found for _, found in modules_of(folder) if found]
 
 
 def modules_of(folder: Path) -> list[tuple[str, str]]:
-    """Lists the class name and folder of each sentence-transformers module ("" for the model itself).
+    """Lists the class name and folder of each sentence-transformers module. The folder is "" for the model
+    itself.
 
-    **Raises:** `CheckpointError` if `modules.json` is damaged, or refers to a path outside the folder.
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or if it refers to a path outside the folder.
     """
     path = folder / _MODULES
     if not path.is_file():
@@ -136,9 +143,9 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def named_ends(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Returns the end-of-text tokens in `generation_config.json` and `config.json`, in this order.
+    """Returns the end-of-text tokens from `generation_config.json` and then from `config.json`.
 
-    **Raises:** `CheckpointError` if these are not token IDs below 2³¹.
+    **Raises:** `CheckpointError` if any of these isn't a token ID below 2³¹.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Warnings about configuration entries that we don't use and that might have an effect."""
+"""Warnings about configuration entries that we don't use, but that might have an effect."""
 
 import re
 import warnings
@@ -61,16 +61,19 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Returns whether the value of an entry indicates that the corresponding option is disabled."""
+    """Returns whether an entry has a value that disables the corresponding option."""
     return value is None or value is False or value in ({}, [])
 
 
 def _is_without_effect(name: str) -> bool:
-    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the regex's running time
+    # Bounding the length also bounds how long the regex takes.
+    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warns about any entries not in `known`, other than those which are disabled or have no effect."""
+    """Warns about any entries that aren't in `known`, except for those that are disabled or that have no
+    effect.
+    """
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()

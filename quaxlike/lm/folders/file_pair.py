@@ -1,9 +1,9 @@
-"""Consistently replaces two files: some tensors and their configuration.
+"""Consistently replaces two files, namely some tensors and their configuration.
 
-File systems can't replace two files atomically. Instead, we first write the new configuration next to the old
-one, with a filename that contains the hash of the new tensors. It takes effect as soon as these have been
-written, and is then renamed. At every point in between, including if the process is killed, readers can
-therefore find the configuration that matches the tensors.
+File systems don't have a way of replacing two files atomically. So instead, we first write the new
+configuration next to the old one, with a filename that contains the hash of the new tensors. It takes effect
+as soon as the tensors have been written, at which point we rename it. This means that readers can find the
+right configuration for the tensors at every point in between, even if the process is killed.
 """
 
 import hashlib
@@ -22,20 +22,21 @@ _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens the tensors and reads their configuration, retrying if the files are replaced in the meantime.
+    """Opens the tensors and reads their configuration. If the files are replaced in the meantime then we try
+    again.
 
-    **Raises:** any errors that are raised by the two functions, and `CheckpointError` if the files are
-    replaced too many times.
+    **Raises:** any errors raised by the two functions, and `CheckpointError` if the files are replaced too
+    many times.
     """
     for last in (False, False, True):
         try:
             opened: Any = open()
         except (CheckpointError, FileNotFoundError):
-            read()  # report errors in the configuration first
+            read()  # if the configuration is damaged as well then report this first
             raise
         try:
             config = read()
-        except FileNotFoundError:  # the file was renamed before we could read it
+        except FileNotFoundError:  # the file was renamed before we were able to read it
             if last:
                 raise
             continue
@@ -45,7 +46,7 @@ def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tu
 
 
 class Pair(NamedTuple):
-    """A file of tensors and its configuration, both in the same folder."""
+    """A file with tensors and a file with their configuration, which are both in the same folder."""
 
     folder: Path
     config: str = "config.json"
@@ -59,10 +60,11 @@ class Pair(NamedTuple):
         *,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes both files, replacing any existing ones. `last` is called just before replacing the tensors.
+        """Writes both files, replacing them if they exist. `last` is called just before replacing the
+        tensors.
 
-        **Raises:** `CheckpointError` if the folder contains the index of a sharded checkpoint, since readers
-        would use this instead.
+        **Raises:** `CheckpointError` if the folder contains the index of a sharded checkpoint, as readers
+        would use this index instead.
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
@@ -77,11 +79,12 @@ class Pair(NamedTuple):
             last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
-        for left in self._all_waiting():  # including those left behind by processes that were killed
+        # This includes any that were left behind by a process that was killed.
+        for left in self._all_waiting():
             left.unlink(missing_ok=True)
 
     def config_path(self) -> Path:
-        """Returns the path of the configuration that matches the tensors currently in the folder."""
+        """Returns the path of the configuration that belongs to the tensors currently in the folder."""
         if self._all_waiting() and (self.folder / self.tensors).is_file():
             waiting = self._waiting(self.folder / self.tensors)
             if waiting.is_file():
@@ -89,7 +92,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """Returns the path that the configuration for these tensors has until they are in place."""
+        """Returns where to find the configuration for these tensors until they are in place."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

@@ -15,20 +15,20 @@ ENTRIES = ("id2label", "label2id", "num_labels", "problem_type")
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The names of a classifier's outputs, and its type of problem."""
+    """The names for the outputs of a classifier, along with its problem type."""
 
     names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
     problem_type: str | None = None
-    """One of `PROBLEMS`, or None if this isn't specified in the file."""
+    """One of `PROBLEMS`, or None if the file doesn't specify this."""
 
     @property
     def problem(self) -> str:
-        """One of `PROBLEMS`. Like transformers, this defaults to a single label per input."""
+        """One of `PROBLEMS`. Just as in transformers, this defaults to a single label per input."""
         return self.problem_type or (REGRESSION if len(self.names) == 1 else SINGLE)
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Labels":
-        """Reads the labels from a configuration, or returns `UNNAMED` if the model is not a classifier.
+        """Reads the labels from a configuration. If the model isn't a classifier then this returns `UNNAMED`.
 
         **Raises:** `UnsupportedConfigError` if any of the entries are invalid.
         """
@@ -64,5 +64,5 @@ UNNAMED = Labels()
 
 
 def numbered(n: int) -> tuple[str, ...]:
-    """Returns transformers' default names for `n` labels."""
+    """Returns the default names that transformers uses for `n` labels."""
     return tuple(f"LABEL_{i}" for i in range(n))

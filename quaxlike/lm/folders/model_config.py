@@ -1,6 +1,6 @@
-"""The entries of a checkpoint's `config.json` that a model uses, with checks for unsupported values.
+"""The entries of `config.json` that a model uses, along with checks for any values that we don't support.
 
-We must raise an error for any value we don't support, since the model would otherwise load but compute
+We must raise an error for these values. If we didn't, then the model would still load, but it would compute
 incorrect logits.
 """
 
@@ -19,20 +19,21 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ErrorAboutFiles):
-    """Raised if a checkpoint requires a feature that our models don't support."""
+    """Raised if a checkpoint requires a feature that none of our models support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base class for configurations, whose fields are the entries of `config.json` that a model uses."""
+    """Base class for configurations. The fields are those entries of `config.json` that a model uses."""
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`, using the default value for any missing entries.
+        """Reads the fields from `config`. If an entry is missing then we use its default value.
 
-        `required` maps additional entries to the only supported value, or to a tuple of supported values.
+        `required` maps the names of additional entries to the only value that we support (or to a tuple of
+        values).
 
-        **Raises:** `UnsupportedConfigError` if a value is not supported, or if an entry without a default is
+        **Raises:** `UnsupportedConfigError` if we don't support a value, or if an entry without a default is
         missing. The error message includes `label`.
         """
         label = label or cls.__name__
@@ -54,7 +55,7 @@ class Config:
         return cls(**values)
 
     def known_entries(self) -> set[str]:
-        """Returns the names of all entries that are either read or checked."""
+        """Returns the names of all entries that we either read or check."""
         return {field.name for field in dataclasses.fields(self)}
 
 
@@ -63,19 +64,21 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """Reads an optional integer, raising `UnsupportedConfigError` for any other value."""
+    """Reads an optional integer. Raises `UnsupportedConfigError` if the entry has any other value."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
     return default if value is None else value
 
 
-#: Maps each kind of attention to whether it uses a sliding window.
+#: Whether each kind of attention uses a sliding window.
 ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
 def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATTENTION) -> tuple[str, ...]:
-    """Returns the kind of each layer from the entry `layer_types`, raising `UnsupportedConfigError`."""
+    """Returns the kind of each layer from the entry `layer_types`. Raises `UnsupportedConfigError` if it is
+    invalid.
+    """
     are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
     if not are_known or len(types) != layers:
         raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
@@ -83,7 +86,7 @@ def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATT
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
-    """Raises `UnsupportedConfigError` if any of the given entries are present but not a number."""
+    """Raises `UnsupportedConfigError` if any of these entries is present but isn't a number."""
     for name in names:
         value = entries.get(name)
         if value is not None and not (is_finite(value) and value >= 0):
@@ -92,7 +95,9 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """Converts errors raised while computing with these entries to `UnsupportedConfigError`."""
+    """If an error is raised while computing with these entries, converts it to an
+    `UnsupportedConfigError`.
+    """
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

@@ -1,4 +1,4 @@
-"""Formats of quantised weights in safetensors files. Each has its own module, which defines a `Format`."""
+"""Formats for quantised weights in safetensors files. Each of them has its own module."""
 
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao
 from .format import Format

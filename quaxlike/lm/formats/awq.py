@@ -1,4 +1,5 @@
-"""AWQ: 4-bit codes, packed in an interleaved order along the outputs (GEMM) or along the inputs (GEMV).
+"""AWQ, i.e. 4-bit codes that are packed in an interleaved order along the outputs (GEMM) or the inputs
+(GEMV).
 
 Source: AutoAWQ's layouts, <https://github.com/casper-hansen/AutoAWQ>.
 """
@@ -24,7 +25,7 @@ from .format import (
     weights_of,
 )
 
-# Nibble i of each word holds output 8·word + _ORDER[i].
+# Nibble i of each word corresponds to output 8·word + _ORDER[i].
 _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _PARTS = ("qweight", "qzeros", "scales")
 
@@ -72,7 +73,7 @@ def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
 
 FORMAT = Format(
     ("awq",), weights, codes=(".qweight", ".qzeros"), used=("bits", "group_size", "version"),
-    # Zero points are always stored, and all other entries relate to kernels.
+    # Zero points are always stored, and all other entries are just about kernels.
     without_effect=(
         "zero_point", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
         "lm_head",

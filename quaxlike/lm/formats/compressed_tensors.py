@@ -1,4 +1,5 @@
-"""compressed-tensors: vLLM's format for packed and plain integers, FP8, NVFP4, MXFP4, MXFP8 and sparse masks.
+"""compressed-tensors, which vLLM uses for packed and plain integers, FP8, NVFP4, MXFP4, MXFP8 and sparse
+masks.
 
 Source: the layouts in <https://github.com/vllm-project/compressed-tensors>.
 """
@@ -48,9 +49,9 @@ _PARTS = (
 )
 _INT64 = np.dtype(np.int64)
 
-# The entries of a group. Those for activations have no effect on the weights.
+# The entries of a group. The ones that are about activations don't have any effect on the weights.
 _OF_GROUPS = ("format", "weights", "targets", "input_activations", "output_activations")
-# The entries for a group's weights. Some of them, such as dtypes, can also be inferred from the tensors.
+# The entries for the weights in a group. We can infer some of them (such as dtypes) from the tensors.
 _OF_SCHEMES = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
@@ -94,7 +95,9 @@ def _are_targets(targets: Any) -> bool:
 
 
 def _group_of(layer: StoredLayer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Finds the group that targets this layer, falling back to the first that targets a class of layers."""
+    """Finds the group that targets this layer. If there isn't one, this is the first group that targets a
+    class of layers.
+    """
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
@@ -124,7 +127,7 @@ def _bits(layer: StoredLayer, scheme: _Scheme, kind: str, among: tuple[int, ...]
 
 
 def _block(layer: StoredLayer, scheme: _Scheme, k: int) -> int | None:
-    """Returns the number of columns per scale, or None if all columns share a scale."""
+    """Returns the number of columns per scale, or None if all columns use the same scale."""
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
@@ -149,7 +152,7 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
     packed = layer.get("weight_packed", [INT32])
     if words == dense:
         codes = unpack(stream(packed), bits, k)
-    else:  # older releases only use whole codes per word
+    else:  # older releases only store whole codes in each word
         shifts = (np.arange(per_word) * bits).astype(np.uint32)
         parts = packed.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)
         codes = parts.astype(np.uint8).reshape(n, -1)[:, :k]
@@ -161,7 +164,7 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
             "weight_zero_point", f"the scheme says symmetric={symmetric}, the file {there} zero points"
         )
     zero = None
-    if not symmetric:  # packed along the outputs
+    if not symmetric:  # these are packed along the outputs
         zeros = layer.get("weight_zero_point", [INT32], (num_words(n, bits), groups))
         zero = unpack(stream(zeros.T), bits, n).T
     order = _order(layer, scheme, k, block)
@@ -170,7 +173,7 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
 
 
 def _order(layer: StoredLayer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
-    """Returns the permutation that sorts the columns by group, or None if they are already sorted."""
+    """Returns the permutation that sorts the columns by group. This is None if they are already sorted."""
     if "weight_g_idx" not in layer:
         kind = scheme.get("actorder")  # for "weight" and "static", the columns are already sorted
         if (kind is True or str(kind).lower() in ("group", "dynamic")) and block not in (None, k):
@@ -214,7 +217,7 @@ def _scales(
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """Broadcasts per-tensor or per-tile scales to one scale (per block) for each row."""
+    """Broadcasts per-tensor or per-tile scales, so that there is one scale (per block) for each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x
@@ -269,7 +272,9 @@ _MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
 def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Reads masked weights, either as plain arrays or, if they are 8-bit, as block arrays."""
+    """Reads masked weights. If these are 8-bit then they are returned as block arrays. Otherwise they are
+    returned as plain arrays.
+    """
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
         kind = config.get("format")
@@ -338,7 +343,7 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
 
 
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the weight's format, its scheme, and its tensors keyed by suffix."""
+    """Returns the format of a weight, its scheme, and its tensors keyed by suffix."""
     if len(w.shape) != 2 or getattr(w, "axes", ()):
         raise file_error(path, name, "is not a matrix quantised along its last axis; materialise it")
     if isinstance(w, Int8Array):
@@ -388,7 +393,7 @@ def _is_packable(codec: Codec) -> bool:
 
 
 def _words(packed: np.ndarray, words: int) -> np.ndarray:
-    """Views bytes as 32-bit words, padding with zeros."""
+    """Views bytes as 32-bit words. If there aren't enough bytes then we pad with zeros."""
     missing = 4 * words - packed.shape[-1]
     return np.ascontiguousarray(np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])).view(np.int32)
 
@@ -407,7 +412,7 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
     write=_written, types=(BlockArray, Int8Array), used=("config_groups", "format", "sparsity_config"),
-    # These entries relate to caches and to the progress of compression.
+    # These entries are about caches, or describe the progress of compression.
     without_effect=(
         "kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "quantization_status",
         "run_compressed", "use_optimized_inference",

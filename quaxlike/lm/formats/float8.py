@@ -59,8 +59,8 @@ def read_float8(
 ) -> Any:
     """Reads a float8_e4m3fn weight along with its scales.
 
-    There can be a single scale, one per row, one per `tile` of rows and columns, or one per row for every
-    `column_block` columns.
+    There can be a single scale, one scale per row, one scale per `tile` of rows and columns, or one scale per
+    row for every `column_block` columns.
     """
     n, k = layer.shape("weight", 2)
     shapes: dict[tuple[int, ...], list[int] | None]
@@ -89,12 +89,16 @@ def read_float8(
 
 
 def _read_nvfp4(layer: StoredLayer, _: Any) -> Any:
-    """Reads a weight in ModelOpt's format, which has per-block scales and a per-tensor scale."""
+    """Reads a weight in the ModelOpt format, in which there is a per-tensor scale in addition to per-block
+    scales.
+    """
     return read_nvfp4(layer, "weight", layer.get("weight_scale_2", FLOATS, (), (1,)), over=False)
 
 
 def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
-    """Reads 4-bit floats in blocks of 16, whose float8_e4m3fn scales are multiplied or divided by `outer`."""
+    """Reads 4-bit floats in blocks of 16. The float8_e4m3fn scale of each block is multiplied or divided by
+    `outer`.
+    """
     n, half = layer.shape(packed, 2)
     k = 2 * half
     if k % 16:
@@ -114,7 +118,7 @@ FORMAT = Format(
     ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True,
     settings=settings_in("hf_quant_config.json", "modelopt", "quantization"),
     used=("weight_block_size",),
-    # These entries relate to activations and caches, or can be inferred from the dtypes of the tensors.
+    # These entries are about activations and caches, or can be inferred from the dtypes of the tensors.
     without_effect=(
         "activation_scheme", "activation_scale_ub", "kv_cache_quant_algo", "kv_cache_scheme", "fmt",
         "scale_fmt", "quant_algo", "group_size", "producer", "config_groups",

@@ -1,7 +1,7 @@
 """The definition of a quantised format, and helpers for reading and checking tensors and settings.
 
-Each reader must check every shape, dtype and setting before using it, since reading a format under the wrong
-assumptions results in a model that runs but computes nonsense.
+Importantly, each reader must check every shape, dtype and setting before using it. If it were to read a
+format under the wrong assumptions, then the resulting model would run but compute nonsense.
 """
 
 import dataclasses
@@ -29,15 +29,18 @@ Settings = Mapping[str, Any]
 
 
 class StoredWeight(NamedTuple):
-    """A weight of the unquantised checkpoint, with the tensors that store it and functions to read it."""
+    """A weight in the unquantised checkpoint, together with the tensors that store it and functions to read
+    it.
+    """
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
     rows: Callable[[], RowReader] | None = None
-    """A reader for individual rows, for formats that need a custom one."""
+    """A reader for individual rows. This is only used for formats that need a custom one."""
 
 
-#: Settings shared by all formats. (The tensors themselves show which layers are quantised.)
+#: These settings are common to all formats. (We can tell which layers are quantised from the tensors
+#: themselves.)
 OF_ALL = (
     *(
         "quant_method",
@@ -53,27 +56,33 @@ OF_ALL = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """Describes how to detect, read and write the checkpoints of a quantised format.
+    """Describes how to detect, read and write checkpoints in a quantised format.
 
     **Attributes:**
 
-    - `methods`: the values of `quant_method` in `config.json` for this format. We write the first one.
-    - `weights`: a function from the tensors and settings to a checkpoint's weights, keyed by their
-        unquantised names. Incomplete weights are included, but raise an error when read.
-    - `codes`: suffixes of tensors that must be part of a weight; otherwise, the checkpoint is damaged.
+    - `methods`: the values of `quant_method` in `config.json` that indicate this format. When writing we use
+        the first one.
+    - `weights`: a function that returns the weights in a checkpoint, given its tensors and settings. They are
+        keyed by their unquantised names. If a weight is incomplete then it is included, but raises an error
+        when read.
+    - `codes`: the suffixes of tensors that must be part of a weight. If any of these aren't, then the
+        checkpoint is damaged.
     - `used`: the settings used by `weights`.
-    - `without_effect`: other settings which are found in files but can be ignored.
-    - `by_rows`: whether `weights` can be called on a window of rows, as if this were the whole file. The
-        first axis of each tensor must then be rows or tiles of rows, unless the tensor is shared by all rows.
-    - `quantises_embeddings`: whether this also quantises embeddings, in which case the dtype of the
-        activations can't be inferred from any of the weights.
-    - `detect`: a function that detects the format in the absence of any settings.
-    - `settings`: a function from `config.json` and the folder to any settings that are stored outside of
-        `quantization_config`. Returns None if there aren't any.
-    - `write`: a function from weights, keyed by name, to their tensors and `quantization_config`. None if the
-        format is read-only.
-    - `types`: the types of Values to save in this format. The first format that supports a type is used.
-    - `codec`: the only `BlockArray` codec that this format can store. Empty if it can store any.
+    - `without_effect`: other settings that are found in files, but that we can ignore.
+    - `by_rows`: whether we can call `weights` on a window of rows, as if this were the whole file. In this
+        case the first axis of each tensor must be rows or tiles of rows, unless the tensor is shared by all
+        rows.
+    - `quantises_embeddings`: whether the format also quantises embeddings, in which case we can't infer the
+        dtype of the activations from any of the weights.
+    - `detect`: a function that detects the format if there aren't any settings.
+    - `settings`: a function that looks up any settings that are stored outside `quantization_config`, given
+        `config.json` and the folder. It returns None if there aren't any.
+    - `write`: a function that converts weights (keyed by name) to their tensors and `quantization_config`.
+        This is None if the format is read-only.
+    - `types`: the types of Values to save in this format. If several formats support a type then we use the
+        first.
+    - `codec`: the only `BlockArray` codec that this format can store. This is empty if it can store any
+        codec.
     """
 
     methods: tuple[str, ...]
@@ -99,7 +108,7 @@ class Format:
 
 
 class StoredLayer:
-    """The tensors of a single layer in a checkpoint. `at(suffix)` returns the name of a tensor."""
+    """The tensors for a single layer in a checkpoint. `at(suffix)` returns the name of a tensor."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -116,7 +125,9 @@ class StoredLayer:
         return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """Returns the shape of a tensor, which must exist, be non-empty and (if given) have `ndim` axes."""
+        """Returns the shape of a tensor. It must exist, be non-empty, and (if this is passed) have `ndim`
+        axes.
+        """
         if suffix not in self:
             raise self.error(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape
@@ -129,7 +140,7 @@ class StoredLayer:
         return self.tensors.info[self.at(suffix)].dtype
 
     def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads a tensor, which must have one of these dtypes and one of these shapes (if any are given)."""
+        """Reads a tensor. It must have one of these dtypes, and one of these shapes (if any are passed)."""
         shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
@@ -138,7 +149,7 @@ class StoredLayer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads floating-point scales, which must be finite."""
+        """Reads floating-point scales and checks that they are finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.error(suffix, "has scales that are not finite")
@@ -150,7 +161,8 @@ def layers(
 ) -> list[StoredLayer]:
     """Finds layers that have a tensor with one of these suffixes, or a `weight` with one of these dtypes.
 
-    Incomplete layers are included, but reading them raises an error that includes what is missing.
+    Incomplete layers are included. If you try to read one of these, then it raises an error that says what is
+    missing.
     """
     dtypes, found = tuple(dtypes), dict[str, None]()
     for name in tensors:
@@ -161,7 +173,9 @@ def layers(
 
 
 def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
-    """Returns a dict with a layer's weight, consisting of those tensors with these suffixes that exist."""
+    """Returns a dict with the weight of a layer. It consists of whichever tensors exist amongst those with
+    these suffixes.
+    """
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 
@@ -175,7 +189,7 @@ def weights_of(
 
 
 def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """Converts any `ValueError` raised by `read` to a `CheckpointError` that includes the layer."""
+    """If `read` raises a `ValueError`, converts this to a `CheckpointError` that mentions the layer."""
 
     def checked() -> Any:
         try:
@@ -205,8 +219,8 @@ def integers(
 ) -> BlockArray:
     """Creates an array with values `scale * (code - zero)` from unsigned `bits`-bit codes.
 
-    The codec is symmetric if `zero` is None or always equal to the middle of the range. Signed 8-bit codes
-    can be converted to unsigned codes with `codes.view(np.uint8) ^ 128`.
+    The codec is symmetric if `zero` is None, or if it is always equal to the middle of the range. If you have
+    signed 8-bit codes, then you can convert these to unsigned codes using `codes.view(np.uint8) ^ 128`.
     """
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
@@ -230,15 +244,19 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """Creates an array from 8-bit or 4-bit floats. If the codes are already packed, then pass `count`."""
+    """Creates an array from 8-bit or 4-bit floats. If the codes have already been packed, then pass
+    `count`.
+    """
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
 
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
-    """Repeats per-tile scales for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
-    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # tiles can be far larger than the array
+    """Repeats per-tile scales for each row, i.e. from `(ceil(rows / tile_rows), blocks)` to `(rows,
+    blocks)`.
+    """
+    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile can be far larger than the array
 
 
 def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
@@ -247,7 +265,7 @@ def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns the number of 32-bit words needed to store this many codes."""
+    """Returns how many 32-bit words we need to store this many codes."""
     return -(-count * bits // 32)
 
 
@@ -260,7 +278,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
 
 
 def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    """Reads an object from a configuration, returning an empty dict if it is missing."""
+    """Reads an object from a configuration. If it is missing then this returns an empty dict."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
@@ -272,7 +290,7 @@ def settings_in(
 ) -> Callable[[Settings, Path], Settings | None]:
     """Creates a `Format.settings` function for a method that stores its settings in a separate file.
 
-    `key` is the entry of the file which contains the settings. By default, the file as a whole does.
+    `key` is the entry in this file that contains the settings. By default, this is the file as a whole.
     """
 
     def read(config: Settings, folder: Path) -> Settings | None:
@@ -286,14 +304,14 @@ def settings_in(
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
-    """Returns the number of codes per scale, or None if there is one scale per row."""
+    """Returns the number of codes per scale, or None if there is just one scale per row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
         raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
 
 
-# Reading by rows, so that each process only reads the rows for its own devices ---------------
+# Reads by rows, so that each process only has to read the rows for its own devices --------------
 
 
 def dense_rows(tensors: Any, name: str) -> RowReader:
@@ -312,7 +330,7 @@ def rows_of_weight(
     reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, StoredWeight]],
     settings: Mapping[str, Any],
 ) -> RowReader:
-    """Creates a row reader for formats with `by_rows=True`."""
+    """Creates a row reader. This is used for formats with `by_rows=True`."""
     names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
@@ -331,7 +349,9 @@ def rows_of_weight(
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
-    """Returns the number of rows per entry of a tensor: 0 if shared by all rows, and None if unknown."""
+    """Returns the number of rows per entry of a tensor. This is 0 if the tensor is shared by all rows, and
+    None if unknown.
+    """
     if math.prod(info.shape) == 1 < count:
         return 0
     entries = info.shape[0] if info.shape else 1
@@ -339,7 +359,7 @@ def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
 
 
 def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
-    """Slices a tensor to the entries that correspond to rows `start` to `stop`."""
+    """Slices a tensor to just the entries that correspond to rows `start` to `stop`."""
     if each == 0:
         return info
     first, last = start // each, -(-stop // each)

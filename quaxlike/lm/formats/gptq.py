@@ -1,4 +1,4 @@
-"""GPTQ: 2-, 3-, 4- or 8-bit codes packed down each column, along with packed zero points.
+"""GPTQ, i.e. 2-, 3-, 4- or 8-bit codes that are packed down each column, along with packed zero points.
 
 Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GPTQModel>.
 """
@@ -48,7 +48,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 
 def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, Any]:
-    """Returns the settings for a single layer, which `dynamic` can override by regular expression."""
+    """Returns the settings for a single layer. (These can be overridden by regular expressions in
+    `dynamic`.)
+    """
     dynamic = settings(config, "dynamic", layer.tensors.path)
     for pattern in dynamic:
         own = settings(dynamic, pattern, layer.tensors.path)
@@ -98,16 +100,18 @@ def _read(layer: StoredLayer, config: Mapping[str, Any], plus_one: bool) -> Any:
         order = np.argsort(index, kind="stable")
         codes, index = codes[:, order], index[order]
     scale, zero = np.ascontiguousarray(scale.T), np.ascontiguousarray(zero.T)
-    if not np.array_equal(index, usual):  # doesn't match the group size, so store one scale per column
+    # The index doesn't match the group size, so store one scale per column.
+    if not np.array_equal(index, usual):
         scale, zero, block = scale[:, index], zero[:, index], 1
     return integers(codes, scale, zero, bits=bits, block=block, order=order)
 
 
 def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
-    """Reads the zero points, which version 1 of the format stores with an offset of minus one.
+    """Reads the zero points. In version 1 of the format these are stored with an offset of minus one.
 
-    The libraries that wrote these files subtracted one from every code using arithmetic on whole words, in
-    which borrows propagate between codes. We therefore use whole words to add it again.
+    The libraries that wrote these files subtracted one from every code using arithmetic on whole words, which
+    means that borrows propagate from one code to the next. So to undo this, we add one using arithmetic on
+    whole words as well.
     """
     per_word = 32 if bits == 3 else 32 // bits
     held = packed.shape[1] * 32 // bits
@@ -126,7 +130,8 @@ FORMAT = Format(
     ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"),
     settings=settings_in("quantize_config.json", "gptq"),  # AutoGPTQ
     used=("bits", "group_size", "desc_act", "checkpoint_format", "format", "is_marlin_format", "dynamic"),
-    # These entries relate to the quantisation procedure, its software or kernels, or follow from the tensors.
+    # These entries are about the quantisation procedure, software or kernels, or can be inferred from the
+    # tensors.
     without_effect=(
         "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware",
         "sym", "lm_head", "pack_dtype", "meta", "method", "model_file_base_name", "model_name_or_path",

@@ -1,4 +1,4 @@
-"""HQQ: 1- to 8-bit codes packed as slabs, in groups along either axis, with floating-point zero points.
+"""HQQ, i.e. 1- to 8-bit codes packed as slabs, in groups along either axis, with floating-point zero points.
 
 Source: the layouts in <https://github.com/mobiusml/hqq>.
 """
@@ -14,7 +14,8 @@ from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
 from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, layers, weights_of
 
-# Maps the number of bits to the name of the packing, the dtype of its words and the number of slabs per word.
+# Maps the number of bits to the name of the packing, the dtype of each word, and the number of slabs per
+# word.
 _PACKINGS = {
     8: ("8bit_u8", UINT8, 1),
     4: ("4bit_u8", UINT8, 2),
@@ -27,7 +28,7 @@ _META = [
     *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
     *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
 ]
-_COMMON = ("scale", "zero", "shape")  # other layers can have tensors with these names too
+_COMMON = ("scale", "zero", "shape")  # other layers might also have tensors with these names
 _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
@@ -75,23 +76,27 @@ def _read(layer: StoredLayer) -> Any:
 def _in_rows(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Creates an array with groups along rows. If groups span several rows, all rows are stored as one."""
+    """Creates an array with groups along rows. If a group spans several rows, then we store all of the rows
+    as one.
+    """
     n, k = shape
     codec, whole = Codec(bits, zeros="points"), k % size == 0
     as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
     scales = BlockScales(as_stored(scale), zero=as_stored(zero))
     out = BlockArray.from_codes(as_stored(codes), scales, codec=codec, block_size=size)
     in_shape = out if whole else reshaped(out, shape)
-    assert in_shape is not None  # splitting the last axis is always possible
+    assert in_shape is not None  # it's always possible to split the last axis
     return in_shape
 
 
 def _in_columns(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Creates an array with groups along columns: group j is elements j, j + groups, … when flattened.
+    """Creates an array with groups along columns. That is, group j is elements j, j + groups, … once
+    flattened.
 
-    The array is stored transposed, so that each row of codes is one of the weight's columns, sorted by group.
+    We store the transpose of this array, so that each row of codes corresponds to a column of the weight,
+    sorted by group.
     """
     n, k = shape
     groups = n * k // size
@@ -103,7 +108,7 @@ def _in_columns(
         scales = BlockScales(in_rows(scale), zero=in_rows(zero))
         turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
         return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
-    if groups % k:  # neighbours along both axes belong to different groups, so use one scale per element
+    if groups % k:  # neighbours along either axis belong to different groups, so use one scale per element
         codes = codes.reshape(n, k)
         index = np.arange(n * k).reshape(n, k) % groups
         scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])
@@ -126,5 +131,5 @@ def _in_columns(
     return out.with_axes((1, 0))
 
 
-# All settings are also contained in the tensors of each layer.
+# All of the settings are also available in the tensors of each layer.
 FORMAT = Format(("hqq",), weights, codes=(".W_q",), without_effect=("quant_config", "weights", "layers"))

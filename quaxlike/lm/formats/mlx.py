@@ -1,4 +1,4 @@
-"""MLX: affine 2- to 8-bit codes, and its variants of mxfp4, nvfp4 and mxfp8.
+"""MLX, i.e. affine 2- to 8-bit codes, along with its variants of mxfp4, nvfp4 and mxfp8.
 
 Source: MLX's layouts, <https://github.com/ml-explore/mlx>.
 """
@@ -58,7 +58,9 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Reads the settings from MLX's own entry, which can also be duplicated in `quantization_config`."""
+    """Reads the settings from the entry that MLX itself uses. (They might be duplicated in
+    `quantization_config`.)
+    """
     own, other = config.get("quantization"), config.get("quantization_config") or {}
     if not isinstance(own, dict) or "quant_method" in other:
         return None

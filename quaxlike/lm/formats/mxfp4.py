@@ -1,4 +1,4 @@
-"""MXFP4: GPT-OSS's format of 4-bit floats, in blocks of 32 with a power-of-two scale.
+"""MXFP4, which GPT-OSS uses for its experts. It has 4-bit floats, in blocks of 32 with a power-of-two scale.
 
 Source: OCP Microscaling Formats specification,
 <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
@@ -20,7 +20,7 @@ _PARTS = ("blocks", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Finds the quantised weights in a checkpoint, keyed by name. These have shape (experts, out, in)."""
+    """Finds the quantised weights in a checkpoint, keyed by name. They all have shape (experts, out, in)."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
         taken = tuple(layer.at(part) for part in _PARTS if part in layer)
@@ -42,8 +42,8 @@ def _read(layer: StoredLayer) -> Any:
 def in_published_layout(name: str, w: Any) -> Any:
     """Transposes expert weights between the layouts of quantised and unquantised checkpoints.
 
-    These are (experts, out, in) and (experts, in, out) respectively. All other weights are returned
-    unchanged.
+    Quantised checkpoints use (experts, out, in), whereas unquantised checkpoints use (experts, in, out). Any
+    other weights are returned unchanged.
     """
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -1,4 +1,4 @@
-"""torchao: int4, int8 and float8 weights, whose classes are stored in the header of the file.
+"""torchao, i.e. int4, int8 and float8 weights whose classes are stored in the header of the file.
 
 Source: torchao's tensor subclasses, <https://github.com/pytorch/ao>.
 """
@@ -34,7 +34,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
     for part in named:
-        layer.shape(part)  # raises an error if it is missing
+        layer.shape(part)  # raises an error if this part is missing
     n, k = layer.shape("qdata", 2)
     groups = layer.shape("scale", 2)[1]
     if k % groups:
@@ -43,7 +43,7 @@ def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> 
     block = k // groups if groups > 1 else None
     if kind == "Float8Tensor":
         return small_floats(layer.get("qdata", [E4M3]), scale, codec="fp8", block=block)
-    bits = 4 if narrow else 8  # each 4-bit code takes up a byte
+    bits = 4 if narrow else 8  # even 4-bit codes take up a whole byte
     middle = np.int16(1 << (bits - 1))
     codes = layer.get("qdata", [INT8]).astype(np.int16) + middle
     if codes.min() < 0 or codes.max() >= 1 << bits:
@@ -57,7 +57,7 @@ def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> 
 
 FORMAT = Format(
     ("torchao",), weights, codes=("._weight_qdata", "._weight_scale"),
-    # The header already describes how each weight is stored.
+    # The header already describes how each of the weights is stored.
     without_effect=(
         "quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights",
     ),

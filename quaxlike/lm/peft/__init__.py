@@ -1,4 +1,4 @@
-"""LoRA and other adapters in PEFT's format.
+"""LoRA and other adapters, in the format used by PEFT.
 
 An adapter consists of an `adapter_config.json` and an `adapter_model.safetensors` file. We follow the
 conventions of PEFT 0.21, <https://github.com/huggingface/peft>.

@@ -1,4 +1,4 @@
-"""Parsing of PEFT's `adapter_config.json`."""
+"""Parsing of the `adapter_config.json` that PEFT writes."""
 
 import re
 import warnings
@@ -14,10 +14,11 @@ from ...files.json_text import read_json_file
 from ..folders.entries import is_off
 from ..folders.file_pair import Pair
 
-#: Maps `peft_type` to our methods.
+#: Maps each `peft_type` to our method.
 BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
-# Options shared by all methods that have no effect once an adapter is trained, e.g. where it came from.
+# These options are shared by all methods. They have no effect once an adapter is trained, and for example
+# just describe where it came from.
 _INFORMATIVE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     "task_type",
@@ -29,7 +30,7 @@ def files_of(folder: Path) -> Pair:
 
 
 class AdapterConfig(NamedTuple):
-    """An adapter's configuration, with the same defaults as PEFT."""
+    """The configuration of an adapter, with the same defaults as in PEFT."""
 
     method: Method
     options: Mapping[str, Any]
@@ -41,11 +42,11 @@ class AdapterConfig(NamedTuple):
     layers_pattern: str | Sequence[str] | None = None
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option, or None if the method does not have such an option."""
+        """Returns the value of an option, or None if the method doesn't have this option."""
         return self.options.get(name)
 
     def targets(self, layer: str) -> bool:
-        """Returns whether the adapter targets this layer. This is not defined for `"all-linear"`."""
+        """Returns whether the adapter targets this layer. Note that this isn't defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
@@ -61,9 +62,9 @@ class AdapterConfig(NamedTuple):
         return self._saves(name.rpartition(".")[0] or name)
 
     def _saves(self, layer: str) -> bool:
-        """Returns whether `modules_to_save` includes this layer or a module containing it.
+        """Returns whether `modules_to_save` includes this layer or a module that contains it.
 
-        As in PEFT, names only need to end with one of the entries, e.g. `norm` also matches
+        Just as in PEFT, a name only has to end with one of the entries. For example, `norm` also matches
         `input_layernorm`.
         """
         parts = layer.split(".")
@@ -75,7 +76,9 @@ _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
 
 
 def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
-    """Returns the first number in the name that follows any of the patterns, or the first overall if None."""
+    """Returns the first number in the name that follows any of the patterns. If there are no patterns then
+    this is the first number in the name.
+    """
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
         return int(found["number"]) if found else None

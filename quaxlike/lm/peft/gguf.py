@@ -26,9 +26,9 @@ from ..models.decoder_config import completed, text_tower
 
 @checked
 def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
-    """Writes a decoder's LoRA adapter to a GGUF file, excluding the base model.
+    """Writes the LoRA adapter of a decoder to a GGUF file. The base model isn't included.
 
-    llama.cpp can apply this to a GGUF file of the base model, with `llama-cli --lora` or
+    llama.cpp can then apply the adapter to a GGUF file of the base model, using either `llama-cli --lora` or
     `llama_cpp.Llama(lora_path=…)`.
 
     **Arguments:**
@@ -38,8 +38,9 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         [`quaxlike.lm.peft.load_adapter`][].
     - `source`: the checkpoint that the decoder was loaded from: either a directory or a GGUF file.
 
-    **Raises:** `ValueError` if the adapter can't be represented in GGUF, e.g. DoRA and other methods, adapted
-    embeddings, or weights trained in full. `CheckpointError` if llama.cpp does not support the architecture.
+    **Raises:** `ValueError` if the adapter can't be represented in GGUF. This is the case for DoRA and any
+    other methods, for adapted embeddings, and for weights that are trained in full. `CheckpointError` if
+    llama.cpp doesn't support the architecture.
 
     !!! example
 
@@ -103,13 +104,15 @@ def _why_not_in_gguf(x: AdaptedArray) -> str:
 
 
 def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, ...]:
-    """Returns `a`, `b` and the scaling of an adapter, or only for the part that `part` extracts."""
+    """Returns `a`, `b` and the scaling of an adapter. If `part` is passed then this is just for the part that
+    it extracts.
+    """
     cut = x
     if part is not None:
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
     if not isinstance(cut, LoraArray) or (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):
         raise ValueError(f"{name}: the parts that llama.cpp stores one by one are no LoRA of their own.")
-    lead = cut.shape[:-2]  # experts, for each of which llama.cpp has a separate adapter
+    lead = cut.shape[:-2]  # these are the experts, each of which has a separate adapter in llama.cpp
 
     def in_float32(leaf: Any) -> np.ndarray:
         dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)

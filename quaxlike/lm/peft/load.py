@@ -1,7 +1,8 @@
-"""`load_adapter`, which loads an adapter from PEFT's files.
+"""`load_adapter`, which loads an adapter from the files that PEFT writes.
 
-We insist that every tensor in the file is used, and that every adapted layer exists in the model. Otherwise
-we raise an error, since a partially loaded adapter would silently compute incorrect results.
+We insist that every tensor in the file is used, and that every adapted layer exists in the model. If this
+isn't the case then we raise an error, because a partially loaded adapter would silently compute incorrect
+results.
 """
 
 import os
@@ -60,21 +61,22 @@ def load_adapter(
     adapter_name: str = "default",
     layout: Layouts = None,
 ) -> PyTree:
-    """Loads an adapter from PEFT's files: LoRA, or any of the methods in `quaxlike.adapters`.
+    """Loads an adapter that was saved by PEFT. This can be either LoRA or any of the methods in
+    `quaxlike.adapters`.
 
     **Arguments:**
 
     - `directory`: the folder containing `adapter_config.json` and `adapter_model.safetensors`.
     - `model`: the base model. This can be any pytree whose dotted names (after `rename`) match the state dict
-        that the adapter was trained on. If it already has an adapter, then this is replaced.
+        that the adapter was trained on. If it already has an adapter then this is replaced.
     - `rename`: a function or mapping from the names of the model's arrays and layers to names in the file.
         The keys of a mapping can be full names or prefixes. By default, we use transformers' names for the
         model, either with its head (`AutoModelForCausalLM`) or without (`AutoModel`), and either on its own
         or as part of a multimodal model. Adapters for other parts of a multimodal model are skipped with a
         warning.
-    - `adapter_name`: the adapter's name. Unless this is `"default"`, the adapter is read from the subfolder
-        with this name.
-    - `layout`: the layouts of any arrays for which these can't be inferred from the layer or the name, as for
+    - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is read from the
+        subfolder with this name.
+    - `layout`: the layouts of any arrays for which we can't infer these from the layer or the name, as for
         [`quaxlike.layouts`][]. Defaults to none.
 
     Weights, biases and norms from Flax and Haiku are matched to the corresponding PyTorch layers. For
@@ -83,7 +85,8 @@ def load_adapter(
 
     **Returns:**
 
-    The adapted model. If `alora_invocation_tokens` is set, call [`quaxlike.activate`][] for each input.
+    The adapted model. If `alora_invocation_tokens` is set then you should call [`quaxlike.activate`][] for
+    each input.
 
     **Raises:**
 
@@ -119,10 +122,10 @@ def load_adapter(
 
 
 class _Names(NamedTuple):
-    """The model's arrays, keyed by their names in the adapter file."""
+    """The arrays in a model, keyed by their names in the adapter file."""
 
     arrays: Mapping[str, tuple[str, Any]]
-    """Maps names in the file to the name in the model and the array."""
+    """Maps each name in the file to the array, together with its name in the model."""
     layers: Mapping[str, tuple[str, Any]]
     """Maps the names of layers to their weights."""
     layouts: Mapping[str, Layout | None]
@@ -136,7 +139,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         leave_out_other_parts(file)
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
-    if rename is None:  # use the layer names that published files have
+    if rename is None:  # use the layer names that appear in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
 
@@ -195,7 +198,9 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
-    """Returns the prefix of the decoder's body if the adapter is for the body only (`AutoModel`)."""
+    """Returns the prefix for the body of the decoder. This is only used if the adapter is just for the body
+    (`AutoModel`).
+    """
     named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None
@@ -206,10 +211,11 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
 def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[AdapterConfig, PyTree]:
     """Unties the output layer from the embedding if the file modifies them differently.
 
-    Otherwise, duplicate entries for the output layer are removed from the file and its configuration. Models
-    support untying by implementing `with_separate_head`. By default, PEFT only modifies the layer that is
-    named, not the layer it is tied to. With `ensure_weight_tying`, or for trained tokens, PEFT modifies both
-    of them in the same way, and the file may contain this change either once or twice.
+    If it modifies them in the same way, then we instead remove the duplicate entries for the output layer
+    from the file and its configuration. Models support untying by implementing `with_separate_head`. By
+    default, PEFT only modifies the layer that is named, not the layer it is tied to. With
+    `ensure_weight_tying`, or for trained tokens, PEFT modifies both of them in the same way, and the file
+    might contain this change either once or twice.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -252,7 +258,7 @@ def _with_embeddings(
     file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
     layouts: Mapping[str, Layout | None],
 ) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
-    """Replaces the model's embeddings with those in the file.
+    """Replaces the embeddings of a model with those in the file.
 
     Returns the model, along with its arrays keyed by their names in the file. Tied arrays remain tied, unless
     the file has a separate embedding for each of their names.
@@ -277,7 +283,7 @@ def _with_embeddings(
 def _read_whole(
     file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
 ) -> jax.Array:
-    """Reads an array that replaces one of the model's."""
+    """Reads an array that replaces an array in the model."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
@@ -288,11 +294,11 @@ def _read_whole(
     return file.read_as(key, stored, leaf.shape)
 
 
-# PEFT inserts these between the name of a layer and the names of its original arrays.
+# PEFT inserts these in between the name of a layer and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
-# PEFT saves additional copies under these names, for biases if bias="all" and for embeddings.
+# PEFT saves additional copies under these names. It does so for biases if bias="all", and for embeddings.
 _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
@@ -301,12 +307,13 @@ class _File:
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
-        self.shared: dict[str, str] = {}  # name -> key, for tensors shared between layers
+        self.shared: dict[str, str] = {}  # name -> key, for tensors that are shared between layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
-        #: As `adapters`, but for the methods that this one can be combined with.
+        #: Like `adapters`, but for the other methods that can be used in combination with this one.
         self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
-        self.bases: dict[str, str] = {}  # name in the model -> key, for embeddings saved with the adapter
+        # Name in the model -> key, for embeddings that were saved alongside the adapter.
+        self.bases: dict[str, str] = {}
         endings = [
             (end, part, found)
             for each, found in [(method, self.adapters), *self.beside]
@@ -344,9 +351,9 @@ class _File:
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
-        """Moves embeddings and output layers which were saved but not trained from `trained` to `bases`.
+        """Moves any embeddings and output layers that were saved but not trained from `trained` to `bases`.
 
-        PEFT saves these automatically after `resize_token_embeddings`.
+        PEFT saves these automatically if the embeddings were resized using `resize_token_embeddings`.
         """
         trains_biases = config.option("bias") in ("all", "lora_only")
         for name in [name for name in self.trained if is_of_tokens(name)]:
@@ -354,7 +361,7 @@ class _File:
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:
-        """Returns whether `bases` has at most one distinct array for the embedding and the output layer."""
+        """Returns whether the embedding and the output layer have at most one distinct array in `bases`."""
 
         def whole(key: Any) -> Any:
             return np.asarray(self.tensors[key])
@@ -365,7 +372,7 @@ class _File:
         return all(np.array_equal(whole(x), whole(y)) for x in of_head for y in of_embedding)
 
     def drop_head(self) -> None:
-        """Removes duplicate entries for a tied output layer."""
+        """Removes the duplicate entries for an output layer that is tied to the embedding."""
         is_repeated = any(_is_embedding(layer_of(name)) for name in (*self.bases, *self.trained))
         bases = [self.bases] if is_repeated else []
         for held in (self.adapters, self.trained, *bases, *(found for _, found in self.beside)):
@@ -395,7 +402,7 @@ class _File:
         return self.tensors.info[key].shape
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """Reads an array of the given shape that is stored in PyTorch's layout."""
+        """Reads an array with the given shape that is stored in the PyTorch layout."""
         return stored.take(self.read(key, stored.shape), shape)
 
 
@@ -406,7 +413,9 @@ _Found = Mapping[str, Mapping[str, str]]
 def _check_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, model: PyTree, names: _Names
 ) -> None:
-    """Checks that the file contains adapters for exactly those layers named in the configuration."""
+    """Checks that the layers with adapters in the file are exactly the ones that the configuration
+    specifies.
+    """
     for layer, keys in found.items():
         if layer not in names.layers:
             near = suggestion(layer, {layer: leaf for layer, (_, leaf) in names.layers.items()})
@@ -420,7 +429,7 @@ def _check_layers(
 
 
 def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -> list[str]:
-    """Returns the layers matched by `target_modules` or `target_parameters`."""
+    """Returns the layers that are matched by `target_modules` or `target_parameters`."""
     # Parameters can't be matched by `target_modules`. In transformers 5, experts and routers are parameters.
     modules = {
         layer: name
@@ -441,7 +450,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
 
 
 def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Sequence[str]]) -> None:
-    """Checks that the file has an adapter for at least one layer of each named group, and for no others."""
+    """Checks that the file has an adapter for at least one layer in each named group, and for no others."""
     named = [*named]
     for layers in named:
         if not any(found.get(layer) for layer in layers):
@@ -457,7 +466,7 @@ def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Seq
 def _read_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, names: _Names
 ) -> dict[str, Any]:
-    """Reads the weights and biases that a method adapts, keyed by their names in the model."""
+    """Reads the weights and biases that have been adapted, keyed by their names in the model."""
     layers: dict[str, Layer] = {}
     biases: dict[str, str] = {}
     parameters = config.option("target_parameters") or ()
@@ -467,7 +476,7 @@ def _read_layers(
         layout = names.layouts[name]
         if any(part.startswith("embedding") for part in keys):
             layout = Layout.parse("vo")
-        elif layout is not None and layout.kind == "embedding":  # not an embedding, despite its name
+        elif layout is not None and layout.kind == "embedding":  # this isn't an embedding, despite its name
             layout = MATRIX
         is_parameter = layer in names.parameters and is_targeted(layer, parameters)
         key = next(iter(keys.values()))
@@ -498,7 +507,7 @@ def _read_layers(
 def _read_stack(
     config: AdapterConfig, file: _File, name: str, leaf: Any, layout: Any, experts: _Found
 ) -> Any:
-    """Reads a stack of experts in which each expert has its own adapter. `experts` maps layers to keys."""
+    """Reads a stack of experts, each of which has its own adapter. `experts` maps layers to keys."""
     method = config.method
     if method.read_stack is None:
         key = next(key for keys in experts.values() for key in keys.values())
@@ -540,7 +549,9 @@ def _trained_in_full(
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """Lists the model's arrays as tuples of the name in the file, the name in the model, and the array."""
+    """Lists the arrays in a model. Each item is a tuple of the name in the file, the name in the model, and
+    the array.
+    """
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

@@ -1,7 +1,7 @@
-"""`save_adapter`, which saves an adapter in PEFT's format.
+"""`save_adapter`, which saves an adapter in the format used by PEFT.
 
-We must raise an error for anything that the format can't represent, since PEFT would otherwise load the file
-but compute different results.
+We must raise an error for anything that this format can't represent. (If we didn't, then PEFT would still
+load the file, but compute different results.)
 """
 
 import json
@@ -46,14 +46,14 @@ def save_adapter(
     layout: Layouts = None,
     base: PyTree = None,
 ) -> None:
-    """Writes a model's adapter in PEFT's format, excluding the base model.
+    """Writes the adapter of a model in the format used by PEFT. The base model isn't included.
 
-    When overwriting an existing adapter, `load_adapter` will always load either the old or the new adapter,
-    even if the process is killed part-way through.
+    If you overwrite an existing adapter, then `load_adapter` will always load either the old or the new
+    adapter, even if the process is killed part-way through.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist.
+    - `directory`: the folder to write to. This is created if it doesn't exist.
     - `model`: the output of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with any of
         the methods in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
         separately.
@@ -63,20 +63,20 @@ def save_adapter(
         Defaults to transformers' names for the original checkpoint, e.g. `model.language_model.layers` for
         the layers of a decoder that is part of Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names
         are those of the decoder's body, since PEFT will apply the adapter to `AutoModel`.
-    - `adapter_name`: the adapter's name. Unless this is `"default"`, the adapter is written to a subfolder
-        with this name.
-    - `task_type`: PEFT's task type, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. For
-        classification, the head is included in the file. Defaults to none.
+    - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is written to a
+        subfolder with this name.
+    - `task_type`: the task type that PEFT should use, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or
+        `"FEATURE_EXTRACTION"`. For classification, the head is included in the file. Defaults to none.
     - `layout`: as for `load_adapter`.
-    - `base`: the model that the adapter will be applied to, in case an initialisation has modified the base.
-        The file then also includes this modification, which doubles the rank. For `"pissa"` and `"olora"`,
-        this defaults to the base model prior to adaptation.
+    - `base`: the model that the adapter will be applied to. You only need this if an initialisation has
+        modified the base, in which case the file also includes this modification, which doubles the rank. For
+        `"pissa"` and `"olora"`, this defaults to the base model prior to adaptation.
 
     **Raises:**
 
-    `ValueError` for anything that PEFT's format doesn't support. For example, stacked adapters, layers with
-    no equivalent in PyTorch, layers that differ in more than rank and alpha, or adapters from more than one
-    method. The error message includes the name of the array.
+    `ValueError` for anything that the format doesn't support. For example, this is the case for stacked
+    adapters, layers without an equivalent in PyTorch, layers that differ in more than rank and alpha, or
+    adapters from more than one method. The error message includes the name of the array.
 
     !!! example
 
@@ -90,9 +90,9 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    The base model is not included. If its weights were rounded by LoftQ, or if its weights or scales were
-    trained (`gradients="train"` or [`quaxlike.train_scales`][]), then also save the base model, and pass
-    `base=model`.
+    Note that since the base model isn't included, you must also save it if its weights were rounded by LoftQ,
+    or if its weights or scales were trained (`gradients="train"` or [`quaxlike.train_scales`][]). In this
+    case, pass `base=model`.
     """
     if base is not None:
         model = _relative_to_base(unstacked(model), unstacked(base))
@@ -107,7 +107,7 @@ def save_adapter(
 def tensors_and_config(
     model: PyTree, *, rename: Rename = None, task_type: str | None = None, layout: Layouts = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors and the configuration of an adapter file.
+    """Returns the tensors and the configuration for an adapter file.
 
     **Raises:** as for `save_adapter`.
     """
@@ -149,7 +149,7 @@ def tensors_and_config(
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
 
 
-# PEFT trains these heads by default, so it requires them to be in the file.
+# PEFT trains these heads by default, so it expects to find them in the file.
 _HEADS = {
     "SEQ_CLS": HEADS,
     "TOKEN_CLS": HEADS,
@@ -167,7 +167,7 @@ def _record_of(x: Any) -> Method | None:
 
 
 def _rewritten(model: PyTree) -> PyTree:
-    """Replaces adapters that PEFT doesn't support with equivalent adapters of another method."""
+    """Replaces any adapters that PEFT doesn't support with equivalent adapters from another method."""
     new: dict[str, Any] = {}
     for method in BY_TYPE.values():
         if method.rewritten is not None:
@@ -178,7 +178,7 @@ def _rewritten(model: PyTree) -> PyTree:
 
 
 def _method_of(arrays: Mapping[str, Any]) -> Method:
-    """Returns the method that all adapters in a model share."""
+    """Returns the method that all adapters in a model have in common."""
     beside = (LoraBias, TrainableArray, TrainableRows, ScaledBias)
     found: dict[str, str] = {}
     for name, leaf in arrays.items():
@@ -206,13 +206,14 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
 def _layers(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None], paths: Mapping[str, str]
 ) -> dict[str, Written]:
-    """Returns the layers that are adapted by a method, keyed by their names in the file."""
+    """Returns the layers that a method has adapted, keyed by their names in the file."""
     layers: dict[str, Written] = {}
     for new, x in names.items():
         if not isinstance(x, method.type):
             continue
         layer, path = layer_of(new), paths[new]
-        is_embedding = [*method.kinds] == ["embedding"]  # even if the name suggests otherwise
+        # This is an embedding even if its name suggests otherwise.
+        is_embedding = [*method.kinds] == ["embedding"]
         layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
@@ -224,7 +225,7 @@ def _check_held(
     method: Method, model: PyTree, names: Mapping[str, Any], adapters: Mapping[str, Written],
     in_full: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Raises an error if any trained arrays can't be stored in the method's files alongside its adapters."""
+    """Raises an error for any trained arrays that can't be stored in the same file as these adapters."""
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
     if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
@@ -246,7 +247,7 @@ def _check_held(
 def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
     """Finds an embedding with trained rows, for which PEFT would also train the rows of a tied output layer.
 
-    This is an issue if the model's output layer has been untied and its rows are not trained.
+    This is an issue if the output layer of our model has been untied and its rows aren't trained.
     """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
@@ -263,7 +264,7 @@ def _entries(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
     adapters: Mapping[str, Written], family: Family | None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Returns the tensors for individual layers, those for the whole model, and the configuration."""
+    """Returns the tensors for individual layers, the tensors for the whole model, and the configuration."""
     assert method.write is not None
     wrapped = wrapped_names(layer for layer, written in adapters.items() if written.kind == "parameter")
     tensors: dict[str, Any] = {}
@@ -315,7 +316,9 @@ def _is_taken_for_experts(layer: str, family: Family | None) -> bool:
 
 
 def _check_parameter(layer: Written) -> None:
-    """Raises an error if PEFT doesn't support a layer's adapter when the weight is treated as a parameter."""
+    """Raises an error if the weight of a layer is treated as a parameter, and PEFT doesn't support this for
+    its adapter.
+    """
     for what, is_there in {
         "DoRA": getattr(layer.array, "magnitude", None) is not None,
         "lora_bias": isinstance(layer.bias, LoraBias),
@@ -328,10 +331,10 @@ def _check_parameter(layer: Written) -> None:
 
 
 def _check_kind(method: Method, layer: Written) -> None:
-    """Raises an error for arrays that can't be stored in the method's files."""
+    """Raises an error for any arrays that this method can't store in its files."""
     x, kind = layer.array, layer.kind
     is_stack = x.shape != x.w.shape or layer.layout.batch_shape(x.shape)
-    if is_stack and method.read_stack is None:  # all other methods check stacks themselves
+    if is_stack and method.read_stack is None:  # all other methods check for stacks themselves
         raise ValueError(
             f"{layer.path} is of shape {x.shape}, on a weight of shape {x.w.shape}: PEFT's files hold one "
             "adapter for each layer. Save layers and adapters of a stack one by one."
@@ -344,9 +347,10 @@ def _check_kind(method: Method, layer: Written) -> None:
 
 
 def _without_head(model: PyTree, published: str) -> Rename:
-    """Returns a function that renames a decoder's arrays to those of its body, or None for any other model.
+    """Returns a function that renames the arrays in a decoder to those in its body. This is None for any
+    other model.
 
-    `published` is the name of the body within a larger model.
+    `published` is the name of the body inside a larger model.
     """
     arrays, inside = named_arrays(model), published.partition(".")[2]
     for family in FAMILIES.values():
@@ -358,7 +362,7 @@ def _without_head(model: PyTree, published: str) -> Rename:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """Returns a layer's layout, falling back to the layout of its adapter if it is unknown."""
+    """Returns the layout of a layer. If it isn't known then we use the layout of its adapter."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # attention heads, or the window of a convolution
@@ -371,7 +375,9 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
 def _tied_head_entries(
     method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns PEFT's entries for a tied output layer, which duplicate those of the embedding."""
+    """Returns the entries that PEFT writes for a tied output layer. (These duplicate the ones for the
+    embedding.)
+    """
     if not method.tied or any(name.startswith("lm_head") for name in tensors):
         return {}
     if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
@@ -388,14 +394,14 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Returns whether a model's embeddings differ from those in its checkpoint."""
+    """Returns whether the embeddings of a model are different from those in its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 
 def _embeddings(
     arrays: Sequence[tuple[str, str, Any]], layouts: Mapping[str, Layout | None], method: Method
 ) -> dict[str, Any]:
-    """Returns the entries for resized embeddings and output layers, in the form that PEFT saves them."""
+    """Returns the entries for resized embeddings and output layers, in the same form as PEFT saves them."""
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
@@ -440,9 +446,10 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
 
 
 def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the most common value, along with a dict from name patterns to all other values."""
+    """Returns the most common value, together with a dict from name patterns to all the other values."""
     counts = Counter(values.values())
-    common = max(counts, key=lambda value: (counts[value], -value))  # break ties by value
+    # If several are equally common then pick the smallest one, so that the result is deterministic.
+    common = max(counts, key=lambda value: (counts[value], -value))
     out: dict[str, Any] = {}
     for layer, value in values.items():
         last = layer.rpartition(".")[2]
@@ -455,10 +462,13 @@ def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str] | None:
-    """Returns the last component of each adapted layer's name, or full names if these would be ambiguous."""
+    """Returns the last component in the name of each adapted layer. If these are ambiguous then we use full
+    names instead.
+    """
     if not adapters:
         return None
-    if any(IN_TOWER.match(new) for new in names):  # other parts can use the same last components
+    # Some other part of the model might use the same last components.
+    if any(IN_TOWER.match(new) for new in names):
         return sorted(adapters)
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
@@ -498,7 +508,9 @@ def _trained_config(
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
-    """Adds PEFT's prefix to ambiguous module names, as PEFT matches every module that ends with an entry."""
+    """Adds the prefix used by PEFT to any ambiguous module names. (PEFT matches every module that ends with
+    an entry.)
+    """
     parts = [name.split(".")[:-1] for name in names]
     every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
 
@@ -509,7 +521,7 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
-    """Rewrites the adapters such that applying them to `base` results in the same weights."""
+    """Rewrites the adapters so that applying them to `base` results in the same weights."""
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

@@ -1,14 +1,14 @@
-"""The names and layouts that PEFT's files use for the arrays of layers from any framework.
+"""The names and layouts of arrays in PEFT files, for layers from any framework.
 
-In PyTorch, the weight of a linear layer is `(out, in)`, and the kernel of a convolution is
-`(out, in, *window)`. Both are called `weight`, and we assume that any array with this name already has this
-layout. Biases are one-dimensional.
+In PyTorch, the weight of a linear layer is `(out, in)`, and the kernel of a convolution is `(out, in,
+*window)`. Both are called `weight`, so we assume that any array with this name already has this layout.
+Biases are one-dimensional.
 
 `target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or the
-matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers
-with the first innermost, so all but the last are found under the `base_layer` of the next. The weights of
-routers are parameters of a separate module, so they are named like this too. (In transformers 4, each matrix
-of each expert was a layer with its own adapter.)
+matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers so
+that the first is innermost, which means that all but the last are found under the `base_layer` of the next.
+The weights of routers are parameters of a separate module, so they are named like this too. (In transformers
+4, each matrix of each expert was a layer with its own adapter.)
 """
 
 import math
@@ -24,7 +24,8 @@ from ...surgery.trees import layer_of
 from ...surgery.weight_axes import is_norm
 
 _WRAPPED = ".base_layer"
-# The first parameter of each module, since a model's dict can be in a different order.
+# The first parameter in each module. We need to know this because a dict of arrays might be in a different
+# order.
 _FIRST = ("gate_up_proj", "weight_ih")
 
 _FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
@@ -39,7 +40,7 @@ def file_name(name: str) -> str:
 
 
 class Stored(NamedTuple):
-    """How an array is stored in the file: the order of its axes and its shape."""
+    """How an array is stored in the file, i.e. its shape and the order of its axes."""
 
     order: Sequence[int]
     shape: tuple[int, ...]
@@ -53,9 +54,9 @@ class Stored(NamedTuple):
 
 
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
-    """Determines how an array is stored, based on the model's layouts.
+    """Determines how an array is stored, based on the layouts in the model.
 
-    Raises `ValueError` for arrays that have no equivalent in PyTorch.
+    Raises `ValueError` for arrays that don't have an equivalent in PyTorch.
     """
     shape, field = tuple(shape), name.rpartition(".")[2]
     n, whole = len(shape), list(range(len(shape)))
@@ -87,7 +88,7 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
 
 
 def why_unsupported(layout: Layout | None) -> str:
-    """Explains why PEFT doesn't support adapters for a weight."""
+    """Explains why PEFT doesn't support adapters for this weight."""
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"
     if layout.kind in ("grouped conv", "other conv"):
@@ -96,7 +97,9 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Returns whether a matrix or a stack of matrices is a bare parameter, not the weight of a layer."""
+    """Returns whether a matrix (or a stack of matrices) is a bare parameter, rather than the weight of a
+    layer.
+    """
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -104,19 +107,21 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """Returns the biases selected by the option `bias`: of all layers, of the adapted `layers`, or none."""
+    """Returns the biases that the option `bias` selects, i.e. those of all layers, those of the adapted
+    `layers`, or none.
+    """
     if mode not in ("all", "lora_only"):
         return []
     return [x for x in names if x.endswith(".bias") and (mode == "all" or x.removesuffix(".bias") in layers)]
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
-    """Returns whether an array is one of the adapter's target parameters."""
+    """Returns whether an array is one of the parameters that the adapter targets."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps the names of adapted parameters to the names of the modules that PEFT wraps them in."""
+    """Maps the name of each adapted parameter to the name of the module that PEFT wraps it in."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -130,7 +135,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
 def renamed_parameters(
     adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """Renames the adapters in a file to the names of the parameters they adapt."""
+    """Renames the adapters in a file so that they have the names of the parameters they adapt."""
     wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -139,10 +144,10 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """Finds stacks of experts in which each expert has its own adapter, and returns the corresponding layers.
+    """Returns the layers that correspond to stacks of experts, if each of their experts has its own adapter.
 
-    `stacks` maps names in the file to names in the model, and `tensors_of` maps the latter to the tensors of
-    the published checkpoint.
+    `stacks` maps names in the file to names in the model, and `tensors_of` maps names in the model to the
+    tensors in the published checkpoint.
     """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}

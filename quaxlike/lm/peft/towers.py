@@ -1,4 +1,4 @@
-"""Support for loading the decoder's part of an adapter that was trained on a multimodal model."""
+"""Support for loading just the decoder part of an adapter that was trained on a multimodal model."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,20 +9,24 @@ from ..families import BESIDE_TEXT, IN_TOWER
 
 
 class Tower(NamedTuple):
-    """The prefixes used in a file for the body and head of a decoder."""
+    """The prefixes that a file uses for the body and the head of a decoder."""
 
     body: str
     head: str
 
     def name_in_file(self, name: str) -> str:
-        """Converts a name in the decoder's own adapter file to the name in a multimodal model's."""
+        """Converts a name in an adapter file for just the decoder to the corresponding name for a multimodal
+        model.
+        """
         if name.startswith("lm_head"):
             return self.head + name
         return self.body + name.removeprefix("model.")
 
 
 def tower_in(file: Any) -> Tower | None:
-    """Finds the prefixes of the decoder in an adapter file. Returns None if it is for a decoder only."""
+    """Finds the prefixes for the decoder in an adapter file. Returns None if the file is just for a
+    decoder.
+    """
     names = [name for held in _all_of(file) for name in held]
     heads = (name.partition("lm_head")[0] for name in names if "language_model.lm_head" in name)
     head = next(heads, "")
@@ -34,9 +38,10 @@ def tower_in(file: Any) -> Tower | None:
 
 
 def leave_out_other_parts(file: Any) -> None:
-    """Removes any adapters for other parts of a multimodal model, and issues a warning.
+    """Removes any adapters for other parts of a multimodal model. If there were any then this issues a
+    warning.
 
-    **Raises:** `CheckpointError` if there are no adapters left.
+    **Raises:** `CheckpointError` if this doesn't leave any adapters.
     """
     left_out: dict[str, str] = {}  # name -> part
     count = 0
@@ -60,7 +65,7 @@ def leave_out_other_parts(file: Any) -> None:
 
 
 def _all_of(file: Any) -> Iterator[dict[str, Any]]:
-    """Yields the file's contents as dicts, keyed by the names of layers or arrays."""
+    """Yields the contents of the file as dicts, which are keyed by the names of layers or arrays."""
     yield file.adapters
     yield from (own for _, own in file.beside)
     yield file.trained
