@@ -14,6 +14,30 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tensor of llama.cpp differs from transformers' array."""
+
+    rows: str = ""
+    """The order of its rows, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
+    columns: str = ""
+    """The order of its columns."""
+    squeezed: bool = False
+    """Whether the array has a second axis of size 1, which the tensor does not have."""
+    numbers: str = ""
+    """The function that gives its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """The tensors of llama.cpp that make up one array, each with a part of its rows."""
+
+    tensors: tuple[str, ...]
+    """Their names within a block."""
+    rows: str
+    """How rows of the array are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Gguf:
     """How llama.cpp's files for an architecture differ from transformers' files."""
 
@@ -26,10 +50,20 @@ class Gguf:
     """A metadata key that tells this family from others with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Additional names: llama.cpp's name within a block to transformers' name."""
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    """Layouts by llama.cpp's name within a block. An empty one overrides what usually holds for the name."""
+    joined: Mapping[str, Joined] = dataclasses.field(default_factory=dict)
+    """Arrays that are several tensors, by transformers' name within a layer."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Additional metadata keys, and their entries in `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Additional metadata keys, and their entries in `rope_parameters`."""
+    products: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Metadata keys that are the product of two entries. The first one has a key of its own."""
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Metadata that llama.cpp requires, and that does not affect texts."""
+    same: tuple[str, ...] = ()
+    """Entries that llama.cpp takes to be equal."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of `config.json` that have no metadata key, or that have another default in llama.cpp."""
     permuted: bool = False
@@ -207,6 +241,42 @@ _QWEN = Family(
     entries=(),
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
+_LINEAR_PARTS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    **{
+        f"ssm_{theirs}": f"linear_attn.{ours}"
+        for theirs, ours in (("conv1d", "conv1d"), ("norm", "norm"), ("out", "out_proj"))
+    },
+}
+_DELTA_NET_GGUF = Gguf(
+    "qwen35", "qwen3_5_text",
+    parts={
+        **_LINEAR_PARTS, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    },
+    layouts={
+        "ssm_a": Layout(rows="value_heads", numbers="negative_exponential"),
+        "ssm_conv1d.weight": Layout(rows="queries_keys_values", squeezed=True),
+        "ssm_norm.weight": Layout(),
+        "attn_qkv.weight": Layout(rows="queries_keys_values"),
+        "ssm_out.weight": Layout(columns="value_heads"),
+        **dict.fromkeys(
+            ("ssm_dt.bias", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
+            Layout(rows="value_heads"),
+        ),
+    },
+    keys={
+        "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    products={"ssm.inner_size": ("linear_num_value_heads", "linear_value_head_dim")},
+    same=("linear_key_head_dim", "linear_value_head_dim"),
+    # These share out the rotation between the axes of images. A token of a text has the same position in all.
+    constants={"rope.dimension_sections": [11, 11, 10, 0]},
+)  # fmt: skip
 _DELTA_NET = Family(
     qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True,
     entries=("attention_bias", *_SPARSE, "shared_expert_intermediate_size"),
@@ -329,6 +399,23 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "fused_gated_delta_net"}, experts="out_in",
         taken_for_experts=_EXPERT_FILES,
+        gguf=dataclasses.replace(
+            _DELTA_NET_GGUF, name="qwen3next", model_type="qwen3_next",
+            parts={
+                **_LINEAR_PARTS, "ssm_ba": "linear_attn.in_proj_ba",
+                "ssm_in": "linear_attn.in_proj_qkvz",  # only in old files
+            },
+            layouts={
+                "ssm_a": Layout(numbers="negative_exponential"), "ssm_norm.weight": Layout(),
+                "ssm_conv1d.weight": Layout(squeezed=True),
+            },
+            joined={
+                "linear_attn.in_proj_qkvz.weight": Joined(
+                    ("attn_qkv.weight", "attn_gate.weight"), "by_key_head"
+                ),
+            },
+            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True}, constants={},
+        ),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -336,11 +423,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"},
-        heads=(SEQUENCES,), head_stem="Qwen3_5Text",
+        heads=(SEQUENCES,), head_stem="Qwen3_5Text", gguf=_DELTA_NET_GGUF,
         defaults={**_DELTA_NET.defaults, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in", heads=(),
+        gguf=dataclasses.replace(
+            _DELTA_NET_GGUF, name="qwen35moe", model_type="qwen3_5_moe_text",
+            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True},
+        ),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

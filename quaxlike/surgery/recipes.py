@@ -219,7 +219,7 @@ _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
 # As Llama, BERT, GPT-2 and ModernBERT name them.
 _MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
-_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
+_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv|in_proj_qkvz?)(\..*)?")
 _ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
 #: Named recipes: functions from a model's records to a recipe.

@@ -311,9 +311,15 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the architecture's defaults to a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
-    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
-    if names:
-        parsed = DecoderConfig.from_json(config)
-        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
-        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
+    if not names:
+        return dict(config)
+    family, parsed = FAMILIES[names[0]], DecoderConfig.from_json(config)
+    whole = {**family.defaults, **config, **dict(parsed.sizes)}
+    whole["sliding_window"] = parsed.sliding_window or None
+    kinds = {mixer: kind for kind, mixer in family.mixers.items()}
+    usual = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
+    whole["layer_types"] = [kinds.get(mixer, kind) for mixer, kind in zip(parsed.mixers, usual, strict=True)]
+    if family.attends:
+        first = parsed.mixers.index("attention") if "attention" in parsed.mixers else len(parsed.mixers)
+        whole["full_attention_interval"] = first + 1
     return whole
