@@ -166,9 +166,9 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    The head gets 6 bits. So do values and down projections in the first and last layers, and in every third
-    layer between them. Where queries, keys and values are one array, it gets one more bit in every layer. In
-    a mixture of eight experts, keys and values get 8 bits.
+    The head gets 6 bits. So do values, the inputs of linear attention, and down projections in the first and
+    last layers, and in every third layer between them. Where queries, keys and values are one array, it gets
+    one more bit in every layer. In a mixture of eight experts, keys and values get 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -218,8 +218,10 @@ _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
 # As Llama, BERT, GPT-2 and ModernBERT name them.
-_MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
-_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv|in_proj_qkvz?)(\..*)?")
+_MORE_BITS = re.compile(
+    r".*\.(v_proj|value|in_proj_qkvz?|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?"
+)
+_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
 _ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
 #: Named recipes: functions from a model's records to a recipe.

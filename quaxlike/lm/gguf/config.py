@@ -301,7 +301,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
     family, own = known[kind]
     rope = _rope_parameters(config)
-    config = {**config, "rope_theta": rope["rope_theta"]}
+    config = {**family.sizes, **config, "rope_theta": rope["rope_theta"]}
     heads = config.get("num_attention_heads")
     defaults = {
         "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,

@@ -21,8 +21,8 @@ from ...files.open_file import OpenFile, foreign
 from ...files.tensors import are_sizes, as_jax
 from .blocks import BLOCK_TYPES, read_blocks
 from .config import blocks_beside, config_of
-from .metadata import MAGIC, Cursor, as_python, read_value
 from .layouts import FUNCTIONS, layout_of, order_of, orders
+from .metadata import MAGIC, Cursor, as_python, read_value
 from .names import family_of, joined_by, joined_tensors, stack_experts, transformers_name
 
 _PLAIN: dict[int, np.dtype] = {

@@ -27,9 +27,7 @@ def layout_of(tensor: str, family: Family | None) -> Layout:
     return Layout(numbers="offset") if family.norm_offset and inner.endswith("norm.weight") else Layout()
 
 
-_ROTATED = {
-    f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in ("weight", "bias")
-}
+_ROTATED = {f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in ("weight", "bias")}
 
 
 # Orders -------------------------------------------------------------------------------------------
@@ -104,9 +102,7 @@ ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
 }
 
 
-def orders(
-    path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]
-) -> list[np.ndarray]:
+def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns the rows (or columns) of an array in each of its tensors.
 
     **Raises:** `CheckpointError` if sizes in the metadata are missing, or do not fit.
@@ -130,9 +126,7 @@ def orders(
     return found
 
 
-def order_of(
-    path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]
-) -> np.ndarray | None:
+def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> np.ndarray | None:
     """Returns the order of a single tensor, or None if it is that of the array."""
     if not order:
         return None
