@@ -136,6 +136,13 @@ class Family:
     attends: int = 0
     """If not 0 and without `layer_types`, every n-th layer uses attention and the others use the first mixer.
     `full_attention_interval` overrides this."""
+    sharing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The mixers of the last `num_kv_shared_layers` layers, which read keys and values of the last layer
+    before them with the same mixer: the name of that to their own."""
+    ends_global: bool = False
+    """Whether the last layer has no window, whatever `layer_types` says."""
+    layer_scalars: bool = False
+    """Whether the output of each layer is multiplied by a number that is not trained."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The integer entries of `config.json` that mixers read, with defaults. All must be positive."""
 
@@ -157,7 +164,7 @@ class Family:
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts with another name in files than in the model."""
     beside: str = ""
-    """A part that files may contain, and that we ignore."""
+    """Parts that files may contain, and that we ignore, as a regular expression."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Defaults for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -182,7 +189,7 @@ class Family:
         """Lists which layers `quaxlike.balance` may fold into which, as regular expressions.
 
         A layer qualifies if only linear layers read its output. A norm with an offset does not: scaling its
-        weight would not scale its output.
+        weight would not scale its output. Nor does the one before attention if some layers have no keys.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -190,7 +197,7 @@ class Family:
         before, _, before_mlp, _ = self.norms
         folds: dict[str, list[str]] = {}
         if not self.norm_offset:
-            folds[before] = [f"self_attn.{x}" for x in first]
+            folds["" if self.sharing else before] = [f"self_attn.{x}" for x in first]
             folds["" if self.experts else before_mlp] = [f"mlp.{x}" for x in wide]
         if self.gated and not self.fused:
             folds["mlp.up_proj"] = ["mlp.down_proj"]
@@ -204,10 +211,15 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_GEMMA4_ENTRIES = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
+    *("use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "per_layer_config"),
+)
 #: Entries of `config.json` that only some families use.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
+    *_GEMMA4_ENTRIES,
 )
 
 _WINDOW = "attention.sliding_window"
@@ -318,6 +330,26 @@ FAMILIES: dict[str, Family] = {
         required={**_GEMMA.required, "attn_logit_softcapping": None},
         heads=(SEQUENCES,), head_stem="Gemma3Text",
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
+    ),
+    "Gemma4ForCausalLM": dataclasses.replace(
+        _GEMMA, norm_offset=0.0, qk_norm="heads", windows=6, ends_global=True, layer_scalars=True,
+        mixers={"full_attention": "global_attention", "sliding_attention": "local_attention"},
+        sharing={"global_attention": "global_queries", "local_attention": "local_queries"},
+        beside=r"layers\.\d+\.self_attn\.[kv]_(proj|norm)",  # of layers that share them
+        entries=("attention_bias", "final_logit_softcapping", *_GEMMA4_ENTRIES),
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+            "vocab_size": 262144, "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                },
+            },
+        },
+        required={"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
+        heads=(),
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),
@@ -461,6 +493,7 @@ FAMILIES: dict[str, Family] = {
 #: Multimodal architectures, and the decoder that each contains, by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
     },
@@ -471,7 +504,9 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
 BODY_OF_TOWER = "model.language_model"
 #: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
-BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+BESIDE_TEXT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
+)
 
 
 def classifiers() -> dict[str, tuple[str, str]]:

@@ -13,11 +13,15 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """The inputs that all layers of one kind share: rotary embedding, visible tokens, and query factors."""
+    """The inputs that all layers of one kind share: rotary embedding, visible tokens, and query factors.
+
+    Only `inputs` are a layer's own: its per-layer embedding of each token.
+    """
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
     factor: Float[Array, " tokens"] | None = None
+    inputs: Float[Array, "tokens size"] | None = None
 
 
 _M = TypeVar("_M", bound="AbstractMemory")
@@ -56,8 +60,8 @@ class AbstractMixer(eqx.Module):
     def __call__(self, x: Hidden, context: Context, memory: Any, start: Any) -> tuple[Hidden, Any]:
         """Mixes the tokens from position `start` on.
 
-        Returns the output and the updated memory. Without a memory, `x` is a whole text. `context.sight`
-        tells padding and the boundaries of packed texts.
+        Returns the output and the updated memory. Without a memory, `x` is a whole text, and the result is
+        None or what later layers read. `context.sight` tells padding and the boundaries of packed texts.
         """
 
     @classmethod

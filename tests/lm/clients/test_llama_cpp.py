@@ -123,7 +123,7 @@ OTHERS = {
     ),
 }  # fmt: skip
 _HYBRID = {
-    "vocab_size": 151936, "head_dim": 32, "full_attention_interval": 2, "linear_key_head_dim": 32,
+    "vocab_size": 32000, "head_dim": 32, "full_attention_interval": 2, "linear_key_head_dim": 32,
     "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
 }  # fmt: skip
 _EXPERTS = {
@@ -131,9 +131,9 @@ _EXPERTS = {
     "shared_expert_intermediate_size": 96,
 }  # fmt: skip
 OTHERS |= {
-    "qwen3_5_text": ("qwen3", {"architectures": ["Qwen3_5ForCausalLM"], **_HYBRID}),
-    "qwen3_5_moe_text": ("qwen3", {"architectures": ["Qwen3_5MoeForCausalLM"], **_HYBRID, **_EXPERTS}),
-    "qwen3_next": ("qwen3", {"architectures": ["Qwen3NextForCausalLM"], **_HYBRID, **_EXPERTS}),
+    "qwen3_5_text": ("llama2", {"architectures": ["Qwen3_5ForCausalLM"], **_HYBRID}),
+    "qwen3_5_moe_text": ("llama2", {"architectures": ["Qwen3_5MoeForCausalLM"], **_HYBRID, **_EXPERTS}),
+    "qwen3_next": ("llama2", {"architectures": ["Qwen3NextForCausalLM"], **_HYBRID, **_EXPERTS}),
 }
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
