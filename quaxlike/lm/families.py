@@ -505,7 +505,7 @@ BODY_OF_TOWER = "model.language_model"
 #: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 )
 
 

@@ -314,9 +314,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config.json has no {entry}, which GGUF needs.")
         if value is not None:
             values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
-    values |= own.constants | {
-        key: config[factor] * config[other] for key, (factor, other) in own.products.items()
-    }
+    products = {key: config[factor] * config[other] for key, (factor, other) in own.products.items()}
+    values |= {**own.constants, **products}
     if len({config[entry] for entry in own.same}) > 1:
         told = " and ".join(f"{entry}={config[entry]}" for entry in own.same)
         raise ValueError(

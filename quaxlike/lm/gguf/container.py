@@ -143,12 +143,13 @@ class GgufFile(Mapping[str, Any]):
     def _read(self, name: str) -> Any:
         tensor, path = self._tensors[name], self.path
         shape, layout = tensor.shape, layout_of(name, self._family)
+        ends = (layout.rows, shape[0]), (layout.columns, shape[-1])
         data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)
         if (layout.rows or layout.columns) and len(shape) > 2:
             raise file_error(path, name, f"must be a matrix or a vector; found the shape {shape}")
         rows, columns = (
             None if (order := order_of(path, name, axis, size, self._plain)) is None else np.argsort(order)
-            for axis, size in ((layout.rows, shape[0]), (layout.columns, shape[-1]))
+            for axis, size in ends
         )
         if tensor.kind not in _PLAIN:
             out = read_blocks(BLOCK_TYPES[tensor.kind][1], data, shape, rows, columns)

@@ -1,6 +1,5 @@
 """Writes GGUF files: floats, and arrays with llama.cpp's codecs."""
 
-import functools
 import re
 import struct
 from collections import Counter
@@ -20,7 +19,7 @@ from ...files.errors import file_error
 from .blocks import BLOCK_TYPES, block_order, write_blocks
 from .layouts import FUNCTIONS, layout_of, order_of, orders
 from .metadata import MAGIC, as_python, encode_text, encode_value
-from .names import expert_slices, family_of, joined_by, tensors_of
+from .names import expert_slices, family_of, joined_by, llama_cpp_name, tensors_of
 
 _ALIGNMENT = 32
 
@@ -189,26 +188,23 @@ class Part(NamedTuple):
 def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[Part]:
     """Yields the tensors for an array. Errors name `path`."""
     family, shape = family_of(metadata), value.shape
-    cuts = expert_slices(name, len(shape), family.interleaved) if family else ()
-    tensors = tensors_of(name, family)
+    if family is None or not shape:
+        yield Part(llama_cpp_name(name, family))
+        return
+    cuts = expert_slices(name, len(shape), family.interleaved)
     if order := joined_by(name, family):
         rows = orders(path, name, order, shape[0], metadata)
-        yield from (Part(tensor, rows=own) for tensor, own in zip(tensors, rows, strict=True))
+        yield from (Part(x, rows=own) for x, own in zip(tensors_of(name, family), rows, strict=True))
     elif cuts:
-        yield from (Part(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True))
-    elif family is not None and shape:
-        layout, (tensor, *_) = layout_of(tensors[0], family), tensors
-        numbers = functools.partial(FUNCTIONS[layout.numbers].written, offset=family.norm_offset)
-        yield Part(
-            tensor,
-            None,
-            order_of(path, name, layout.rows, shape[0], metadata),
-            order_of(path, name, layout.columns, shape[-1], metadata),
-            layout.squeezed,
-            numbers if layout.numbers else None,
-        )
+        yield from (Part(x, cut) for x, cut in zip(tensors_of(name, family), cuts, strict=True))
     else:
-        yield Part(tensors[0])
+        tensor = llama_cpp_name(name, family)
+        layout, offset = layout_of(tensor, family), family.norm_offset
+        rows = order_of(path, name, layout.rows, shape[0], metadata)
+        columns = order_of(path, name, layout.columns, shape[-1], metadata)
+        written = FUNCTIONS[layout.numbers].written
+        function = (lambda x: written(x, offset)) if layout.numbers else None
+        yield Part(tensor, None, rows, columns, layout.squeezed, function)
 
 
 def _tensor(

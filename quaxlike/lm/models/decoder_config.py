@@ -286,7 +286,8 @@ def _until_last(config: DecoderConfig, fields: Mapping[str, Any], label: str) ->
     if not config.sliding_window:
         raise refused("sliding_window", config.sliding_window, label, "a window of at least one token")
     if types is None:
-        found = tuple((i + 1) % config.family.windows != 0 for i in range(layers))
+        every = whole(fields, "sliding_window_pattern", config.family.windows, label)
+        found = tuple((i + 1) % every != 0 for i in range(layers))
     else:
         found = tuple(ATTENTION[kind] for kind in kinds_of(types, layers, label))
     return (*found[:-1], False)
@@ -317,7 +318,7 @@ def _mixers(
     kinds = {"full_attention": "attention", **family.mixers}
     if family.windows is not None:
         kinds.setdefault("sliding_attention", "attention")
-    if not family.attends:
+    if family.ends_global:
         return tuple(kinds["sliding_attention" if window else "full_attention"] for window in windows)
     if (types := fields.get("layer_types")) is not None:
         return tuple(kinds[kind] for kind in kinds_of(types, layers, label, kinds))

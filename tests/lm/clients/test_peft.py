@@ -145,7 +145,9 @@ def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
     _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
     torch.manual_seed(0)
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=".*(q_proj|qkv)")
+    # The layers of Gemma 4 that read images have another layer in them.
+    layers = r".*(language_model.*\.q_proj|\.q_proj\.linear)" if name == "gemma4" else ".*(q_proj|qkv)"
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=layers)
     read = get_peft_model(fresh(), config).eval()
     read.save_pretrained(tmp_path / "theirs")
     with pytest.warns(UserWarning, match=r"\d tensors of (vision_tower|visual) are left out"):
