@@ -23,6 +23,8 @@ class Layout:
     """The order of its columns."""
     squeezed: bool = False
     """Whether the array has a second axis of size 1, which the tensor does not have."""
+    is_row: bool = False
+    """Whether the tensor may be a vector, where the array is a matrix of one row."""
     numbers: str = ""
     """The function that gives its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
 

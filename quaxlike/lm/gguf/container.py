@@ -159,6 +159,7 @@ class GgufFile(Mapping[str, Any]):
             x = FUNCTIONS[layout.numbers].read(x, self._family.norm_offset if self._family else 0)
         x = x if rows is None else x[rows]
         x = x if columns is None else x[..., columns]
+        x = x[None] if layout.is_row and x.ndim == 1 else x
         return as_jax(_with_axis(x) if layout.squeezed else x)
 
 

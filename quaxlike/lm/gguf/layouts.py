@@ -22,6 +22,8 @@ def layout_of(tensor: str, family: Family | None) -> Layout:
     inner = tensor.split(".", 2)[-1] if tensor.startswith("blk.") else tensor
     if inner in own.layouts:
         return own.layouts[inner]
+    if inner == "ffn_gate_inp_shexp.weight":
+        return Layout(is_row=True)
     if own.permuted and inner in _ROTATED:
         return Layout(rows=_ROTATED[inner])
     return Layout(numbers="offset") if family.norm_offset and inner.endswith("norm.weight") else Layout()

@@ -90,6 +90,20 @@ def test_rows_of_tensors_of_two_types_become_dense(checkpoint, tmp_path):
     assert np.std(found - whole) < 0.1 * np.std(whole)
 
 
+def test_the_gate_of_a_shared_expert_may_be_a_vector(checkpoint, tmp_path):
+    """Files of llama.cpp's converter have it without the axis of one row."""
+    source, model = checkpoint("qwen3_next")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    file = open_gguf(tmp_path / "m.gguf")
+    gates = [name for name in file if name.endswith("shared_expert_gate.weight")]
+    assert len(gates) == 3
+    arrays = {name: file[name][0] if name in gates else file[name] for name in file}
+    write(tmp_path / "vectors.gguf", arrays, file.metadata)
+    again, _ = load(tmp_path / "vectors.gguf")
+    for name in gates:
+        np.testing.assert_array_equal(named_arrays(again)[name], named_arrays(model)[name])
+
+
 def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
     """llama.cpp's converter appends them; a file that we write of such a file is without."""
     source, model = checkpoint("qwen3_5_text")
