@@ -128,20 +128,22 @@ class GgufFile(Mapping[str, Any]):
             raise file_error(self.path, key, f"the sizes of its heads do not fit {names}")
         order_of_all = np.argsort(np.concatenate(found))
         if len({getattr(part, "codec", None) for part in parts}) > 1:
+            kind = re.sub(r"\.\d+\.", ".*.", key)  # one warning for all layers
             warnings.warn(
-                f"{self.path}: {key} is stored as tensors of several types; it becomes dense.", stacklevel=2
+                f"{self.path}: {kind} is stored as tensors of several types; it becomes dense.", stacklevel=2
             )
             parts = [part.materialise() if is_value(part) else part for part in parts]
-            parts = [part.astype(jnp.float32) for part in parts]
+        dtype = np.promote_types(*(part.dtype for part in parts))
 
         def whole(parts: Sequence[Any]) -> Any:
             # With the axis in front, quantised arrays stay so. (Rows alone are looked up as embeddings are.)
-            return jnp.concatenate(parts)[None][:, order_of_all][0]
+            return jnp.concatenate([part.astype(dtype) for part in parts])[None][:, order_of_all][0]
 
         return quaxify(whole)(list(parts))
 
     def _read(self, name: str) -> Any:
-        tensor, path = self._tensors[name], self.path
+        tensor = self._tensors[name]
+        path = tensor.file.path
         shape, layout = tensor.shape, layout_of(name, self._family)
         ends = (layout.rows, shape[0]), (layout.columns, shape[-1])
         data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)

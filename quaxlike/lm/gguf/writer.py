@@ -204,7 +204,7 @@ def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> 
         columns = order_of(path, name, layout.columns, shape[-1], metadata)
         written = FUNCTIONS[layout.numbers].written
         function = (lambda x: written(x, offset)) if layout.numbers else None
-        yield Part(tensor, None, rows, columns, layout.squeezed, function)
+        yield Part(tensor, None, rows, columns, layout.squeezed and len(shape) == 3, function)
 
 
 def _tensor(
