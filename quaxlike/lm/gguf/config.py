@@ -65,6 +65,8 @@ def config_of(
             raise file_error(path, prefix + key, f"{product} is no multiple of {factor}, which is {known}")
     if more := _more_layers(path, prefix, family, metadata):
         config["num_hidden_layers"] -= more
+    if family.attends and (recurrent := metadata.get(prefix + _RECURRENT)) is not None:
+        config |= _recurrent(path, prefix, family, recurrent, config.get("num_hidden_layers", 0))
     if _WINDOW in own.keys:
         config |= _pattern(path, prefix, metadata, config.get("num_hidden_layers", 0))
     if "token_embd.weight" in shapes:
@@ -93,6 +95,15 @@ def config_of(
 
 
 _MORE = "nextn_predict_layers"
+_RECURRENT = "attention.recurrent_layers"
+
+
+def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any) -> dict[str, Any]:
+    """Reads which layers use the first mixer, if the file says so for each layer."""
+    if not isinstance(found, list) or not all(type(x) in (bool, int) for x in found):
+        raise file_error(path, prefix + _RECURRENT, f"expected a list of booleans; found {quoted(found)}")
+    kinds = ("full_attention", next(iter(family.mixers)))
+    return {"layer_types": [kinds[bool(x)] for x in found[:layers]]}
 
 
 def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str, Any]) -> int:
@@ -122,15 +133,21 @@ def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, 
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
         return dict(metadata)
-    kept = {key: x for key, x in metadata.items() if key != prefix + _MORE}
-    return kept | {f"{prefix}block_count": metadata[f"{prefix}block_count"] - more}
+    count = metadata[f"{prefix}block_count"]
+
+    def cut(key: str, x: Any) -> Any:
+        is_of_layers = key.startswith(prefix) and isinstance(x, list | np.ndarray) and len(x) == count
+        return x[:-more] if is_of_layers else x
+
+    kept = {key: cut(key, x) for key, x in metadata.items() if key != prefix + _MORE}
+    return kept | {f"{prefix}block_count": count - more}
 
 
 # Far more than any model has layers or a head has features. Damaged files must not make us allocate more.
 _LARGEST = 1 << 16
 # More keys that are read, but not as plain numbers.
 _OTHERS = (
-    _MORE,
+    *(_MORE, _RECURRENT),
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
     *(
         "rope.scaling.type",

@@ -111,6 +111,7 @@ def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
     file = open_gguf(tmp_path / "m.gguf")
     arrays = {name: file[name] for name in file}
     metadata = file.metadata | {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+    metadata["qwen35.attention.recurrent_layers"] = [True, False, True, False]
     more = {"blk.3.nextn.eh_proj.weight": jnp.ones((4, 8)), "blk.3.attn_norm.weight": jnp.ones(4)}
     write(tmp_path / "more.gguf", arrays | more, metadata)
     again, config = load(tmp_path / "more.gguf")
@@ -118,10 +119,25 @@ def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
     save(tmp_path / "again.gguf", again, tmp_path / "more.gguf", format="gguf")
     found = open_gguf(tmp_path / "again.gguf")
     assert "qwen35.nextn_predict_layers" not in found.metadata
+    assert list(found.metadata["qwen35.attention.recurrent_layers"]) == [True, False, True]
     assert not any(name.startswith("blk.3.") for name in found._tensors)
     load(tmp_path / "again.gguf")
     write(tmp_path / "bad.gguf", arrays, metadata | {"qwen35.nextn_predict_layers": 9})
     with pytest.raises(CheckpointError, match=r"nextn_predict_layers.*fewer than 4 layers; found 9"):
+        load(tmp_path / "bad.gguf")
+
+
+def test_layers_that_a_file_lists(checkpoint, tmp_path):
+    """Each layer may be told, where they are not at regular intervals."""
+    source, model = checkpoint("qwen3_5_text")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    file = open_gguf(tmp_path / "m.gguf")
+    arrays, key = {name: file[name] for name in file}, "qwen35.attention.recurrent_layers"
+    write(tmp_path / "l.gguf", arrays, file.metadata | {"qwen35.full_attention_interval": 3, key: [1, 0, 1]})
+    config = load(tmp_path / "l.gguf")[0].config
+    assert config.mixers == ("gated_delta_net", "attention", "gated_delta_net")
+    write(tmp_path / "bad.gguf", arrays, file.metadata | {key: [0.5]})
+    with pytest.raises(CheckpointError, match=r"recurrent_layers.*expected a list of booleans"):
         load(tmp_path / "bad.gguf")
 
 
