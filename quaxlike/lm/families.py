@@ -14,6 +14,32 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tensor of llama.cpp differs from transformers' array."""
+
+    rows: str = ""
+    """The order of its rows, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
+    columns: str = ""
+    """The order of its columns."""
+    squeezed: bool = False
+    """Whether the array has a second axis of size 1, which the tensor does not have."""
+    is_row: bool = False
+    """Whether the tensor may be a vector, where the array is a matrix of one row."""
+    numbers: str = ""
+    """The function that gives its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """The tensors of llama.cpp that make up one array, each with a part of its rows."""
+
+    tensors: tuple[str, ...]
+    """Their names within a block."""
+    rows: str
+    """How rows of the array are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Gguf:
     """How llama.cpp's files for an architecture differ from those of transformers."""
 
@@ -26,10 +52,20 @@ class Gguf:
     """A metadata key that distinguishes this family from others with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional names that llama.cpp uses within a block to transformers' names."""
+    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    """Layouts by llama.cpp's name within a block. An empty one overrides what usually holds for the name."""
+    joined: Mapping[str, Joined] = dataclasses.field(default_factory=dict)
+    """Arrays that are several tensors, by transformers' name within a layer."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `rope_parameters`."""
+    products: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Metadata keys that are the product of two entries. The first one has a key of its own."""
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Metadata that llama.cpp requires, and that does not affect texts."""
+    same: tuple[str, ...] = ()
+    """Entries that llama.cpp takes to be equal."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
     permuted: bool = False
@@ -102,6 +138,13 @@ class Family:
     attends: int = 0
     """If nonzero, every n-th layer uses attention and all others use the first mixer. Overridden by
     `full_attention_interval`, and not used if there are `layer_types`."""
+    sharing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The mixers of the last `num_kv_shared_layers` layers, which read keys and values of the last layer
+    before them with the same mixer: the name of that to their own."""
+    ends_global: bool = False
+    """Whether the last layer has no window, whatever `layer_types` says."""
+    layer_scalars: bool = False
+    """Whether the output of each layer is multiplied by a number that is not trained."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Integer entries of `config.json` that are used by mixers, with defaults. These must all be positive."""
 
@@ -123,7 +166,7 @@ class Family:
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps parts to their names in files, if these differ from those in the model."""
     beside: str = ""
-    """A part that is found in some files but not used by us."""
+    """A regular expression for parts that are found in some files but not used by us."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Default values for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -148,7 +191,8 @@ class Family:
         """Returns which layers `quaxlike.balance` can fold scales into, as regular expressions.
 
         A layer's scales can only be folded if its output is exclusively used by linear layers. We also
-        exclude norms with an offset, because scaling their weight doesn't scale their output.
+        exclude norms with an offset, because scaling their weight doesn't scale their output, and the norm
+        before attention if some layers don't have any keys of their own.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -156,7 +200,7 @@ class Family:
         before, _, before_mlp, _ = self.norms
         folds: dict[str, list[str]] = {}
         if not self.norm_offset:
-            folds[before] = [f"self_attn.{x}" for x in first]
+            folds["" if self.sharing else before] = [f"self_attn.{x}" for x in first]
             folds["" if self.experts else before_mlp] = [f"mlp.{x}" for x in wide]
         if self.gated and not self.fused:
             folds["mlp.up_proj"] = ["mlp.down_proj"]
@@ -170,10 +214,15 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_GEMMA4_ENTRIES = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
+    *("use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "per_layer_config"),
+)
 #: Entries of `config.json` that are only used by some families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
+    *_GEMMA4_ENTRIES,
 )
 
 _WINDOW = "attention.sliding_window"
@@ -207,6 +256,42 @@ _QWEN = Family(
     entries=(),
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
+_LINEAR_PARTS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    **{
+        f"ssm_{theirs}": f"linear_attn.{ours}"
+        for theirs, ours in (("conv1d", "conv1d"), ("norm", "norm"), ("out", "out_proj"))
+    },
+}
+_DELTA_NET_GGUF = Gguf(
+    "qwen35", "qwen3_5_text",
+    parts={
+        **_LINEAR_PARTS, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    },
+    layouts={
+        "ssm_a": Layout(rows="value_heads", numbers="negative_exponential"),
+        "ssm_conv1d.weight": Layout(rows="queries_keys_values", squeezed=True),
+        "ssm_norm.weight": Layout(),
+        "attn_qkv.weight": Layout(rows="queries_keys_values"),
+        "ssm_out.weight": Layout(columns="value_heads"),
+        **dict.fromkeys(
+            ("ssm_dt.bias", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
+            Layout(rows="value_heads"),
+        ),
+    },
+    keys={
+        "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    products={"ssm.inner_size": ("linear_num_value_heads", "linear_value_head_dim")},
+    same=("linear_key_head_dim", "linear_value_head_dim"),
+    # These share out the rotation between the axes of images. A token of a text has the same position in all.
+    constants={"rope.dimension_sections": [11, 11, 10, 0]},
+)  # fmt: skip
 _DELTA_NET = Family(
     qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True,
     entries=("attention_bias", *_SPARSE, "shared_expert_intermediate_size"),
@@ -248,6 +333,26 @@ FAMILIES: dict[str, Family] = {
         required={**_GEMMA.required, "attn_logit_softcapping": None},
         heads=(SEQUENCES,), head_stem="Gemma3Text",
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
+    ),
+    "Gemma4ForCausalLM": dataclasses.replace(
+        _GEMMA, norm_offset=0.0, qk_norm="heads", windows=6, ends_global=True, layer_scalars=True,
+        mixers={"full_attention": "global_attention", "sliding_attention": "local_attention"},
+        sharing={"global_attention": "global_queries", "local_attention": "local_queries"},
+        beside=r"layers\.\d+\.self_attn\.[kv]_(proj|norm)",  # of layers that share them
+        entries=("attention_bias", "final_logit_softcapping", *_GEMMA4_ENTRIES),
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+            "vocab_size": 262144, "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                },
+            },
+        },
+        required={"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
+        heads=(),
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),
@@ -329,6 +434,23 @@ FAMILIES: dict[str, Family] = {
     "Qwen3NextForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "fused_gated_delta_net"}, experts="out_in",
         taken_for_experts=_EXPERT_FILES,
+        gguf=dataclasses.replace(
+            _DELTA_NET_GGUF, name="qwen3next", model_type="qwen3_next",
+            parts={
+                **_LINEAR_PARTS, "ssm_ba": "linear_attn.in_proj_ba",
+                "ssm_in": "linear_attn.in_proj_qkvz",  # only in old files
+            },
+            layouts={
+                "ssm_a": Layout(numbers="negative_exponential"), "ssm_norm.weight": Layout(),
+                "ssm_conv1d.weight": Layout(squeezed=True),
+            },
+            joined={
+                "linear_attn.in_proj_qkvz.weight": Joined(
+                    ("attn_qkv.weight", "attn_gate.weight"), "by_key_head"
+                ),
+            },
+            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True}, constants={},
+        ),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -336,11 +458,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"},
-        heads=(SEQUENCES,), head_stem="Qwen3_5Text",
+        heads=(SEQUENCES,), head_stem="Qwen3_5Text", gguf=_DELTA_NET_GGUF,
         defaults={**_DELTA_NET.defaults, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in", heads=(),
+        gguf=dataclasses.replace(
+            _DELTA_NET_GGUF, name="qwen35moe", model_type="qwen3_5_moe_text",
+            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True},
+        ),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -370,6 +496,7 @@ FAMILIES: dict[str, Family] = {
 #: Maps multimodal architectures to the decoders they can contain, keyed by the decoder's `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
     },
@@ -381,7 +508,9 @@ BODY_OF_TOWER = "model.language_model"
 #: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other
 #: tensors.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
-BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+BESIDE_TEXT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+)
 
 
 def classifiers() -> dict[str, tuple[str, str]]:

@@ -259,6 +259,7 @@ _ROWS = {
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight", "score.weight"),
+    "vocab_size_per_layer_input": ("embed_tokens_per_layer.weight",),
 }
 
 
@@ -418,6 +419,7 @@ _SIZES = (
     *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input"),
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..files.errors import CheckpointError, quoted
 from .checkpoints.checkpoint import open_checkpoint
 from .families import classifiers
-from .gguf.config import config_of, keys_of, rope_tensors
+from .gguf.config import config_of, keys_of, rope_tensors, without_blocks_beside
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
 from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
@@ -66,7 +66,7 @@ def described(
         )
     checkpoint, config = open_checkpoint(source), _with_rounded_ramp(config, source)
     if checkpoint.format == "gguf":
-        metadata = dict(checkpoint.metadata)
+        metadata = without_blocks_beside(source, checkpoint.metadata)
         factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
     else:
         metadata, factors = _of_folder(arrays, config, source)

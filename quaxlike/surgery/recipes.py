@@ -168,10 +168,10 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    This uses 6 bits for the head. It also does so for the values and down projections in the first eighth of
-    layers, the last eighth, and every third layer in between. If queries, keys and values are fused into one
-    array, then this array has an extra bit in every layer. In a mixture of eight experts, keys and values use
-    8 bits.
+    This uses 6 bits for the head. It also does so for values, inputs of linear attention, and the down
+    projections in the first eighth of layers, the last eighth, and every third layer in between. If queries,
+    keys and values are fused into one array, then this array has an extra bit in every layer. In a mixture of
+    eight experts, keys and values use 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -221,7 +221,9 @@ _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
 # These are the names used by Llama, BERT, GPT-2 and ModernBERT.
-_MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
+_MORE_BITS = re.compile(
+    r".*\.(v_proj|value|in_proj_qkvz?|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?"
+)
 _FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
 _ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 

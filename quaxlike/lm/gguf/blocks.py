@@ -206,31 +206,68 @@ BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
 }
 
 
-def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None) -> BlockArray:
+def read_blocks(
+    kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None, columns: Any = None
+) -> BlockArray:
     """Decodes an array of the given shape from the raw bytes (uint8) of its blocks.
 
-    `rows` is a permutation of the second-to-last axis. We permute the raw bytes, since no block spans several
-    rows.
+    The result has these `rows` and `columns` of the stored array, which are permutations. We permute the raw
+    bytes of rows, since no block spans several rows. Columns are permuted in the same way if this doesn't
+    split any block. Otherwise we give the array an `order`.
     """
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
     data = data.reshape(*lead, per_row * kind.nbytes)
     if rows is not None:
         data = data[..., rows, :]
+    order = None
+    if columns is not None:
+        if (whole := _whole_blocks(columns, kind.elements)) is None:
+            order = np.argsort(columns).astype(np.int32)
+        else:
+            data = data.reshape(*lead, per_row, kind.nbytes)[..., whole, :]
     parts = kind.read(np.ascontiguousarray(data).reshape(-1, kind.nbytes))
     shaped: list[Any] = [None if part is None else part.reshape(*lead, -1) for part in parts]
     scales = BlockScales(*shaped[1:])
-    return BlockArray.from_codes(shaped[0], scales, codec=kind.codec, block_size=kind.codec.block)
+    return BlockArray.from_codes(
+        shaped[0], scales, codec=kind.codec, block_size=kind.codec.block, order=order
+    )
 
 
-def write_blocks(w: BlockArray, kind: BlockType) -> np.ndarray:
-    """Encodes an array to bytes of shape (..., bytes), one row after another."""
-    codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
+def _whole_blocks(columns: np.ndarray, elements: int) -> np.ndarray | None:
+    """Returns the order of blocks, if this order of columns keeps them whole."""
+    blocks = columns.reshape(-1, elements)
+    order = blocks[:, 0] // elements
+    return order if np.array_equal(blocks, order[:, None] * elements + np.arange(elements)) else None
+
+
+def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None) -> Any:
+    """Returns how to index the stored blocks of each row, so that the result has these columns of `w`.
+
+    None if columns of one block of this many elements would be in several ones.
+    """
+    if w.order is None and columns is None:
+        return slice(None)
+    if len(w.codes.shape) > 2 or (w.order is not None and len(w.codes.shape) > 1):
+        return None
+    count = w.matrix[1]
+    stored = np.arange(count) if w.order is None else np.argsort(np.asarray(w.order))
+    return _whole_blocks(stored if columns is None else stored[columns], elements)
+
+
+def write_blocks(w: BlockArray, kind: BlockType, columns: np.ndarray | None = None) -> np.ndarray:
+    """Writes an array with these columns as bytes, row by row: (..., bytes). `block_order` must allow it."""
+    rows, count = w.matrix
+    codes, scale = np.asarray(w.codes), w.scale.parts()
+    if w.order is not None:
+        codes, *scale = (None if x is None else np.asarray(x).reshape(rows, -1) for x in (codes, *scale))
+    codes = bitstream.unpack(codes, w.codec.bits, count)
     lead, blocks = codes.shape[:-1], codes.size // kind.elements
-    parts = [None if x is None else _little_endian(x).reshape(blocks, -1) for x in w.scale.parts()]
+    parts = [None if x is None else _little_endian(x).reshape(blocks, -1) for x in scale]
     fields = kind.write(codes.reshape(blocks, kind.elements), *parts)
-    raw = [np.ascontiguousarray(field).view(np.uint8) for field in fields]
-    return np.concatenate(raw, axis=1).reshape(*lead, -1)
+    raw = np.concatenate([np.ascontiguousarray(field).view(np.uint8) for field in fields], axis=1)
+    order = block_order(w, kind.elements, columns)
+    return raw.reshape(*lead, -1, kind.nbytes)[..., order, :].reshape(*lead, -1)
 
 
 def _little_endian(x: Any) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Conversion between a GGUF file's metadata and transformers' `config.json`."""
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..._checked import is_finite
 from ...files.errors import CheckpointError, file_error, quoted
-from ..families import FAMILIES, Gguf
+from ..families import FAMILIES, Family, Gguf
 from ..folders.entries import warn_of_unknown
 from .names import family_of
 
@@ -56,6 +57,16 @@ def config_of(
     for key, entry in {**_KEYS, **own.keys}.items():
         if (value := _number(path, prefix + key, metadata)) is not None:
             config[entry] = value
+    for key, (factor, other) in own.products.items():
+        product, known = _number(path, prefix + key, metadata), config.get(factor)
+        if type(product) is int and type(known) is int and known > 0 and product % known == 0:
+            config[other] = product // known
+        elif product is not None:
+            raise file_error(path, prefix + key, f"{product} is no multiple of {factor}, which is {known}")
+    if more := _more_layers(path, prefix, family, metadata):
+        config["num_hidden_layers"] -= more
+    if family.attends and (recurrent := metadata.get(prefix + _RECURRENT)) is not None:
+        config |= _recurrent(path, prefix, family, recurrent, config.get("num_hidden_layers", 0))
     if _WINDOW in own.keys:
         config |= _pattern(path, prefix, metadata, config.get("num_hidden_layers", 0))
     if "token_embd.weight" in shapes:
@@ -83,10 +94,60 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
+_MORE = "nextn_predict_layers"
+_RECURRENT = "attention.recurrent_layers"
+
+
+def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any) -> dict[str, Any]:
+    """Reads which layers use the first mixer, if the file says so for each layer."""
+    if not isinstance(found, list) or not all(type(x) in (bool, int) for x in found):
+        raise file_error(path, prefix + _RECURRENT, f"expected a list of booleans; found {quoted(found)}")
+    kinds = ("full_attention", next(iter(family.mixers)))
+    return {"layer_types": [kinds[bool(x)] for x in found[:layers]]}
+
+
+def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str, Any]) -> int:
+    """Returns how many of the last blocks belong to a part that we ignore: they predict more tokens."""
+    more, count = (metadata.get(prefix + key) or 0 for key in (_MORE, "block_count"))
+    if not family.beside or not more:
+        return 0
+    if type(more) is not int or type(count) is not int or not 0 < more < count:
+        raise file_error(path, prefix + _MORE, f"expected fewer than {count} layers; found {quoted(more)}")
+    return more
+
+
+def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Finds the tensors of these blocks."""
+    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
+    more = _more_layers(path, prefix, family, metadata) if family else 0
+    if not more:
+        return set()
+    first = metadata[f"{prefix}block_count"] - more
+    blocks = {name: re.match(r"blk\.(\d+)\.", name) for name in names}
+    return {name for name, found in blocks.items() if found and int(found[1]) >= first}
+
+
+def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes metadata to those of a file without these blocks."""
+    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
+    more = _more_layers(path, prefix, family, metadata) if family else 0
+    if not more:
+        return dict(metadata)
+    count = metadata[f"{prefix}block_count"]
+
+    def cut(key: str, x: Any) -> Any:
+        is_of_layers = key.startswith(prefix) and isinstance(x, list | np.ndarray) and len(x) == count
+        return x[:-more] if is_of_layers else x
+
+    kept = {key: cut(key, x) for key, x in metadata.items() if key != prefix + _MORE}
+    return kept | {f"{prefix}block_count": count - more}
+
+
 # Far larger than any real layer count or head size, so that damaged files can't trigger huge allocations.
 _LARGEST = 1 << 16
 # Additional keys that are read, but which are not plain numbers.
 _OTHERS = (
+    *(_MORE, _RECURRENT),
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
     *(
         "rope.scaling.type",
@@ -106,7 +167,8 @@ _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scal
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
     """Warns about unrecognised keys under the architecture's prefix, since these may change the model."""
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
-    known = {*_KEYS, *own.keys, *own.rope_keys, own.marker, *_OTHERS, *_WITHOUT_EFFECT}
+    known = {*_KEYS, *own.keys, *own.products, *own.constants, *own.rope_keys, own.marker, *_OTHERS}
+    known |= {*_WITHOUT_EFFECT}
     unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
     warn_of_unknown(str(path), unknown, ())
 
@@ -155,7 +217,7 @@ def _rope(
     out: dict[str, Any] = {}
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
-    if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
+    if isinstance(rotated := get("dimension_count"), int) and size and (partial or rotated != size):
         if not partial and size < _LARGEST:  # impossible sizes are reported elsewhere with a clearer message
             key, name = f"{prefix}rope.dimension_count", config["model_type"]
             raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
@@ -255,7 +317,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
     family, own = known[kind]
     rope = _rope_parameters(config)
-    config = {**config, "rope_theta": rope["rope_theta"]}
+    config = {**family.sizes, **config, "rope_theta": rope["rope_theta"]}
     heads = config.get("num_attention_heads")
     defaults = {
         "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
@@ -268,6 +330,13 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config.json has no {entry}, which GGUF needs.")
         if value is not None:
             values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
+    products = {key: config[factor] * config[other] for key, (factor, other) in own.products.items()}
+    values |= {**own.constants, **products}
+    if len({config[entry] for entry in own.same}) > 1:
+        told = " and ".join(f"{entry}={config[entry]}" for entry in own.same)
+        raise ValueError(
+            f"config.json has {told}; llama.cpp takes these to be equal in models of type {own.model_type!r}."
+        )
     if _WINDOW in values and config.get("layer_types"):
         values[f"{_WINDOW}_pattern"] = [kind == _TYPES[1] for kind in config["layer_types"]]
     if "attention.key_length" in values:

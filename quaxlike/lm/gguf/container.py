@@ -5,20 +5,25 @@ This follows the specification: <https://github.com/ggml-org/ggml/blob/master/do
 
 import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from ...core.quaxify import quaxify
+from ...core.values import is_value
 from ...files.errors import file_error
 from ...files.open_file import OpenFile, foreign
 from ...files.tensors import are_sizes, as_jax
 from .blocks import BLOCK_TYPES, read_blocks
-from .config import config_of
+from .config import blocks_beside, config_of
+from .layouts import FUNCTIONS, layout_of, order_of, orders
 from .metadata import MAGIC, Cursor, as_python, read_value
-from .names import expert_stacks, family_of, row_order, stack_experts, transformers_name
+from .names import family_of, joined_by, joined_tensors, stack_experts, transformers_name
 
 _PLAIN: dict[int, np.dtype] = {
     0: np.dtype("<f4"),
@@ -78,12 +83,16 @@ class GgufFile(Mapping[str, Any]):
         self._tensors = found
         self._plain = as_python(self.metadata)
         self._family = family_of(self._plain)
-        stacks = expert_stacks(found) if self._family else {}
-        parts = {part for stack in stacks.values() for part in stack}
+        beside = blocks_beside(path, self._plain, found)
+        own = {name: tensor for name, tensor in found.items() if name not in beside}
+        joined = joined_tensors(own, self._family)
+        parts = {part for tensors in joined.values() for part in tensors}
         self._sources = {
-            transformers_name(name, self._family): (name,) for name in found if name not in parts
-        } | stacks
-        if len(self._sources) < len(found) - len(parts) + len(stacks):
+            transformers_name(name, self._family): (name,) for name in own if name not in parts
+        } | joined
+        if self._family is not None:
+            self._sources |= {f"{self._family.beside}.{name}": (name,) for name in beside}
+        if len(self._sources) < len(found) - len(parts) + len(joined):
             raise file_error(path, None, "two tensors have the same name")
         shapes = {name: tensor.shape for name, tensor in found.items()}
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
@@ -107,19 +116,59 @@ class GgufFile(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         parts = [self._read(name) for name in self._sources[key]]
+        order = joined_by(key, self._family) if len(parts) > 1 else ""
+        if order:
+            return self._joined(key, parts, order)
         interleaved = self._family is not None and self._family.interleaved
         return stack_experts(self.path, key, parts, interleaved)
 
+    def _joined(self, key: str, parts: Sequence[Any], order: str) -> Any:
+        """Joins the rows of several tensors."""
+        found = orders(self.path, key, order, sum(part.shape[0] for part in parts), self._plain)
+        if [len(rows) for rows in found] != [part.shape[0] for part in parts]:
+            names = " and ".join(self._sources[key])
+            raise file_error(self.path, key, f"the sizes of its heads do not fit {names}")
+        order_of_all = np.argsort(np.concatenate(found))
+        if len({getattr(part, "codec", None) for part in parts}) > 1:
+            kind = re.sub(r"\.\d+\.", ".*.", key)  # one warning for all layers
+            warnings.warn(
+                f"{self.path}: {kind} is stored as tensors of several types; it becomes dense.", stacklevel=2
+            )
+            parts = [part.materialise() if is_value(part) else part for part in parts]
+        dtype = np.promote_types(*(part.dtype for part in parts))
+
+        def whole(parts: Sequence[Any]) -> Any:
+            # With the axis in front, quantised arrays stay so. (Rows alone are looked up as embeddings are.)
+            return jnp.concatenate([part.astype(dtype) for part in parts])[None][:, order_of_all][0]
+
+        return quaxify(whole)(list(parts))
+
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]
+        path = tensor.file.path
+        shape, layout = tensor.shape, layout_of(name, self._family)
+        ends = (layout.rows, shape[0]), (layout.columns, shape[-1])
         data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)
-        rows = row_order(tensor.file.path, name, tensor.shape, self._plain)
+        if (layout.rows or layout.columns) and len(shape) > 2:
+            raise file_error(path, name, f"must be a matrix or a vector; found the shape {shape}")
+        rows, columns = (
+            None if (order := order_of(path, name, axis, size, self._plain)) is None else np.argsort(order)
+            for axis, size in ends
+        )
         if tensor.kind not in _PLAIN:
-            return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
-        plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
-        if self._family and self._family.norm_offset and name.endswith("norm.weight"):
-            plain = plain - plain.dtype.type(self._family.norm_offset)
-        return as_jax(plain if rows is None else plain[rows])
+            out = read_blocks(BLOCK_TYPES[tensor.kind][1], data, shape, rows, columns)
+            return quaxify(_with_axis)(out) if layout.squeezed else out
+        x = data.view(_PLAIN[tensor.kind]).reshape(shape)
+        if layout.numbers:
+            x = FUNCTIONS[layout.numbers].read(x, self._family.norm_offset if self._family else 0)
+        x = x if rows is None else x[rows]
+        x = x if columns is None else x[..., columns]
+        x = x[None] if layout.is_row and x.ndim == 1 else x
+        return as_jax(_with_axis(x) if layout.squeezed else x)
+
+
+def _with_axis(x: Any) -> Any:
+    return x[:, None]
 
 
 def holds_gguf(path: Path) -> bool:

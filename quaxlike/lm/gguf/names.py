@@ -64,13 +64,14 @@ def transformers_name(name: str, family: Family | None) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{family.name(_TOP[stem])}.{kind}"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
         return name
     parts, layer = _parts(family), f"{family.name('model.layers')}.{found[1]}"
-    if whole := parts.get(f"{found[2]}.{kind}"):
+    if whole := parts.get(found[2]):
         return f"{layer}.{whole}"
-    return f"{layer}.{parts[found[2]]}.{kind}" if found[2] in parts else name
+    part, _, kind = found[2].rpartition(".")
+    return f"{layer}.{parts[part]}.{kind}" if part in parts else name
 
 
 def llama_cpp_name(name: str, family: Family | None) -> str:
@@ -91,62 +92,62 @@ def llama_cpp_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Maps transformers' names to llama.cpp's names. If llama.cpp splits a stack, its first name is used."""
+    """Maps transformers' names to llama.cpp's names. If llama.cpp splits an array, its first name is used."""
     family = family_of(metadata)
-    halves = {name: gate_and_up(name) if family else None for name in names}
-    return {name: pair[0] if pair else llama_cpp_name(name, family) for name, pair in halves.items()}
+    return {name: tensors_of(name, family)[0] for name in names}
 
 
-def row_order(
-    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
-) -> np.ndarray | None:
-    """Returns the permutation that the file applies to the rows of q and k, or None if there isn't one."""
-    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
-    family = family_of(metadata)
-    if found is None or family is None or not (family.gguf and family.gguf.permuted):
-        return None
-    prefix = f"{metadata.get('general.architecture')}.attention."
-    heads = metadata.get(f"{prefix}head_count")
-    if found[1] == "k":
-        heads = metadata.get(f"{prefix}head_count_kv", heads)
-    if len(shape) != (2 if found[2] == "weight" else 1):
-        raise file_error(
-            path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}"
-        )
-    n = shape[0]
-    if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
-        raise file_error(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
-    return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
+    """Returns llama.cpp's tensors for an array."""
+    found = _in_layer(name, family)
+    if family is None or found is None or found[1] not in (parts := _joined(family)):
+        return (llama_cpp_name(name, family),)
+    return tuple(f"blk.{found[0]}.{part}" for part in parts[found[1]])
+
+
+def joined_by(name: str, family: Family | None) -> str:
+    """Returns how rows are spread over the tensors of an array, as a name in `ORDERS`; "" for experts, and
+    for an array that is one tensor."""
+    found, own = _in_layer(name, family), family.gguf if family else None
+    joined = own.joined.get(found[1]) if own and found else None
+    return joined.rows if joined else ""
+
+
+def joined_tensors(names: Mapping[str, Any], family: Family | None) -> dict[str, tuple[str, ...]]:
+    """Maps each array that a file stores as several tensors to these tensors."""
+    out: dict[str, tuple[str, ...]] = {}
+    for array, parts in (_joined(family) if family else {}).items():
+        for name in names:
+            layer = name.removesuffix(parts[0])
+            tensors = tuple(layer + part for part in parts)
+            if re.fullmatch(r"blk\.\d+\.", layer) and all(tensor in names for tensor in tensors):
+                out[f"{_layers(family)}.{layer[4:]}{array}"] = tensors
+    return out
+
+
+def _joined(family: Family) -> dict[str, tuple[str, ...]]:
+    own = family.gguf.joined if family.gguf else {}
+    return {**_EXPERTS, **{name: joined.tensors for name, joined in own.items()}}
+
+
+def _layers(family: Family | None) -> str:
+    return family.name("model.layers") if family else "model.layers"
+
+
+def _in_layer(name: str, family: Family | None) -> tuple[str, str] | None:
+    """Splits a name into the number of the layer and the name within it."""
+    found = re.fullmatch(rf"{re.escape(_layers(family))}\.(\d+)\.(.+)", name)
+    return None if found is None else (found[1], found[2])
 
 
 # Experts ------------------------------------------------------------------------------------------
 
 #: Maps transformers' names within a block to the pair of llama.cpp tensors that they are split into.
-_JOINED = {
+_EXPERTS = {
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
 }
 _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-
-
-def gate_and_up(name: str) -> tuple[str, str] | None:
-    """Returns the two llama.cpp tensors that store a stack of experts, or None for any other array."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    if found is None or found[2] not in _JOINED:
-        return None
-    gate, up = _JOINED[found[2]]
-    return f"blk.{found[1]}.{gate}", f"blk.{found[1]}.{up}"
-
-
-def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Maps each stack of experts to the llama.cpp tensors that store it."""
-    out: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        for whole, (gate, up) in _JOINED.items():
-            found = re.fullmatch(rf"blk\.(\d+)\.{re.escape(gate)}", name)
-            if found and (other := f"blk.{found[1]}.{up}") in names:
-                out[f"model.layers.{found[1]}.{whole}"] = (name, other)
-    return out
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
@@ -188,7 +189,7 @@ def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[
     swap = _swapped if interleaved and matrices else _same
     if n_axes != (3 if matrices else 2):
         return ()
-    if gate_and_up(name) is None:
+    if not name.endswith(tuple(_EXPERTS)):
         return () if swap is _same else (swap,)
     if interleaved:
         return lambda x: swap(x)[:, ::2], lambda x: swap(x)[:, 1::2]

@@ -20,6 +20,10 @@ _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _THREE_DIGITS = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",)
 _ONE_DIGIT = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}|{_REST}",)
+_WITH_MARKS = (
+    rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    + _REST.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}"),
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 
@@ -35,6 +39,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
+    "qwen35": _WITH_MARKS,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
     **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
     "tekken": _cased("", r"\p{N}"),

@@ -16,10 +16,10 @@ from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray, Code
 from ...core.quaxify import quaxify
 from ...core.values import is_value
 from ...files.errors import file_error
-from ..families import Family
-from .blocks import BLOCK_TYPES, write_blocks
+from .blocks import BLOCK_TYPES, block_order, write_blocks
+from .layouts import FUNCTIONS, layout_of, order_of, orders
 from .metadata import MAGIC, as_python, encode_text, encode_value
-from .names import expert_slices, family_of, gate_and_up, llama_cpp_name, row_order
+from .names import expert_slices, family_of, joined_by, llama_cpp_name, tensors_of
 
 _ALIGNMENT = 32
 
@@ -74,7 +74,7 @@ _INSTEAD = {
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
 # Tensors that llama.cpp always uses in float32.
-_ALWAYS_F32 = re.compile(r"blk\.\d+\.(ffn_gate_inp(_shexp)?\.weight|ffn_\w+_exps\.bias)")
+_ALWAYS_F32 = re.compile(r"blk\.\d+\.((ffn_gate_inp(_shexp)?|ssm_conv1d)\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
@@ -125,10 +125,10 @@ def write(
     tensors: dict[str, _WrittenTensor] = {}
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
     for name, value in mapping.items():
-        for out, part in parts_of(name, value, family_of(known)):
-            if out in tensors:
-                raise file_error(path, name, f"two entries would be called {out!r}")
-            tensors[out] = _tensor(path, name, out, value, part, known, mixture, outputs)
+        for part in parts_of(path, name, value, known):
+            if part.tensor in tensors:
+                raise file_error(path, name, f"two entries would be called {part.tensor!r}")
+            tensors[part.tensor] = _tensor(path, name, value, part, mixture, outputs)
     keys = {k: v for k, v in metadata.items() if not k.startswith("split.")}
     keys["general.alignment"] = _ALIGNMENT
     sizes = Counter[str]()
@@ -164,51 +164,85 @@ def _padded(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % _ALIGNMENT)
 
 
-def parts_of(
-    name: str, value: Any, family: Family | None
-) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
-    """Yields the name of each tensor that stores part of an array, and a function that extracts it.
+class Part(NamedTuple):
+    """A tensor, and how it is made from an array.
 
-    The function is None if a single tensor stores the whole array.
+    **Attributes:**
+
+    - `tensor`: its name.
+    - `cut`: a function that extracts it from a stack of experts. None takes all of the array.
+    - `rows`, `columns`: the rows and columns of the array, in the order of the tensor. None keeps them.
+    - `squeezed`: whether to drop the second axis.
+    - `function`: the function of the numbers.
     """
-    cuts = expert_slices(name, len(value.shape), family.interleaved) if family else ()
-    names = gate_and_up(name) if len(cuts) == 2 else None
-    yield from zip(names or [llama_cpp_name(name, family)], cuts or [None], strict=True)
+
+    tensor: str
+    cut: Callable[[Any], Any] | None = None
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    squeezed: bool = False
+    function: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[Part]:
+    """Yields the tensors for an array. Errors name `path`."""
+    family, shape = family_of(metadata), value.shape
+    if family is None or not shape:
+        yield Part(llama_cpp_name(name, family))
+        return
+    cuts = expert_slices(name, len(shape), family.interleaved)
+    if order := joined_by(name, family):
+        rows = orders(path, name, order, shape[0], metadata)
+        yield from (Part(x, rows=own) for x, own in zip(tensors_of(name, family), rows, strict=True))
+    elif cuts:
+        yield from (Part(x, cut) for x, cut in zip(tensors_of(name, family), cuts, strict=True))
+    else:
+        tensor = llama_cpp_name(name, family)
+        layout, offset = layout_of(tensor, family), family.norm_offset
+        rows = order_of(path, name, layout.rows, shape[0], metadata)
+        columns = order_of(path, name, layout.columns, shape[-1], metadata)
+        written = FUNCTIONS[layout.numbers].written
+        function = (lambda x: written(x, offset)) if layout.numbers else None
+        yield Part(tensor, None, rows, columns, layout.squeezed and len(shape) == 3, function)
 
 
 def _tensor(
     path: Path,
     name: str,
-    out: str,
     value: Any,
-    part: Callable[[Any], Any] | None,
-    metadata: Mapping[str, Any],
+    part: Part,
     mixture: Mixture | None,
     outputs: Collection[str],
 ) -> _WrittenTensor:
-    stored = value if part is None else eqx.filter_eval_shape(quaxify(part), value)
+    def of(value: Any) -> Any:
+        value = value if part.cut is None else part.cut(value)
+        return value[:, 0] if part.squeezed else value
+
+    is_whole = part.cut is None and not part.squeezed
+    stored = value if is_whole else eqx.filter_eval_shape(quaxify(of), value)
     shape = tuple(stored.shape)
+    if part.rows is not None:
+        shape = (len(part.rows), *shape[1:])
     if not 1 <= len(shape) <= 4:
         raise file_error(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
-    order = row_order(path, out, shape, metadata)
-    rows = slice(None) if order is None else np.argsort(order)  # `order` is for reading, so we invert it
-    family = family_of(metadata)
-    offset = family.norm_offset if family and out.endswith("norm.weight") else 0
-    kind = _kind(path, name, out, stored, mixture, outputs)
+    kind = _kind(path, name, stored, part, mixture, outputs)
+    rows = slice(None) if part.rows is None else part.rows
 
     def read() -> np.ndarray:
-        w = value if part is None else quaxify(part)(value)
+        w = value if is_whole else quaxify(of)(value)
         if _KINDS[kind].codecs:
-            return _blocks(path, name, w, kind)[..., rows, :]
-        return _floats(path, name, w, kind, offset)[rows]
+            return _blocks(path, name, w, kind, rows, part.columns)
+        x = _floats(path, name, w, kind, part.function)[rows]
+        return x if part.columns is None else x[..., part.columns]
 
     return _WrittenTensor(kind, shape, read)
 
 
 def _kind(
-    path: Path, name: str, out: str, value: Any, mixture: Mixture | None, outputs: Collection[str]
+    path: Path, name: str, value: Any, part: Part, mixture: Mixture | None, outputs: Collection[str]
 ) -> str:
-    own = next((kind for kind in _KINDS if _is_stored(value, kind)), None)
+    out = part.tensor
+    own = next((kind for kind in _KINDS if _is_stored(value, kind, part.columns)), None)
     wanted = mixture and mixture.kinds.get(name, mixture.output if out in outputs else None)
     wanted = wanted or (mixture and mixture.rest)
     if is_value(value) and own is None and not (wanted and isinstance(value, AbstractQuantizedArray)):
@@ -230,32 +264,40 @@ def _kind(
     return wanted
 
 
-def _is_stored(value: Any, kind: str) -> bool:
-    """Returns whether an array's codes and scales can be stored as this type without any conversion."""
-    if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
+def _is_stored(value: Any, kind: str, columns: np.ndarray | None) -> bool:
+    """Returns whether the codes and scales of these columns can be written unchanged as this type."""
+    if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs:
         return False
-    whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0
+    elements, inner = _KINDS[kind].elements, value.inner_shape
+    whole = len(inner) == (1 if value.order is None else 2) and inner[-1] % elements == 0
     if not whole or value.block != value.codec.block or value.axes:
         return False
     scales = [x.dtype for x in value.scale.parts() if x is not None]
-    return all(dtype.itemsize == 1 or dtype == np.float16 for dtype in scales)
+    is_plain = all(dtype.itemsize == 1 or dtype == np.float16 for dtype in scales)
+    return is_plain and block_order(value, elements, columns) is not None
 
 
-def _blocks(path: Path, name: str, value: Any, kind: str) -> np.ndarray:
-    if not _is_stored(value, kind):
-        value = BlockArray.quantize(_dense(value).astype(np.float32), codec=kind)
+def _blocks(
+    path: Path, name: str, value: Any, kind: str, rows: Any, columns: np.ndarray | None
+) -> np.ndarray:
+    if not _is_stored(value, kind, columns):
+        dense = _dense(value).astype(np.float32)[..., rows, :]
+        dense = dense if columns is None else dense[..., columns]
+        value, rows, columns = BlockArray.quantize(dense, codec=kind), slice(None), None
     floats = [x for x in value.scale.parts() if x is not None and x.dtype.itemsize > 1]
     if not all(np.all(np.isfinite(np.asarray(x))) for x in floats):
         raise file_error(path, name, f"has numbers that {kind} has no place for; choose 'bf16' or 'f32'")
-    return write_blocks(value, BLOCK_TYPES[_KINDS[kind].number][1])
+    return write_blocks(value, BLOCK_TYPES[_KINDS[kind].number][1], columns)[..., rows, :]
 
 
-def _floats(path: Path, name: str, value: Any, kind: str, offset: float | int) -> np.ndarray:
+def _floats(
+    path: Path, name: str, value: Any, kind: str, function: Callable[[np.ndarray], np.ndarray] | None
+) -> np.ndarray:
     given = _dense(value)
     dtype = _KINDS[kind].dtype
-    wide = given if given.dtype == dtype and not offset else given.astype(np.float32)
+    wide = given if given.dtype == dtype and function is None else given.astype(np.float32)
     with np.errstate(over="ignore"):
-        out = (wide + np.float32(offset) if offset else wide).astype(dtype)
+        out = (wide if function is None else function(wide)).astype(dtype)
     if kind == "f16" and np.any(np.isinf(out) & np.isfinite(wide)):
         raise file_error(path, name, "has numbers that float16 has no place for; choose 'bf16' or 'f32'")
     return out

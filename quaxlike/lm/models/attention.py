@@ -92,6 +92,15 @@ class Memory(AbstractMemory):
         value, values = self._written(self.value, value, start, self.value_axes)
         return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
 
+    def read(self, dtype: Any) -> tuple[Array, Array]:
+        """Returns all keys and values in this layer, each `(room, kv_heads, size)`."""
+
+        def part(whole: Any, axes: Axes) -> Array:
+            own = whole if self.layer is None else self._layer_of(whole)
+            return jnp.transpose(own, [axes.index(axis) for axis in range(3)]).astype(dtype)
+
+        return part(self.key, self.key_axes), part(self.value, self.value_axes)
+
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
         """Writes `new` into `old`. Returns the full array along with the part that belongs to this layer."""
         new = jnp.transpose(new.astype(old.dtype), axes)

@@ -26,27 +26,37 @@ from .feed_forward import MLP, SparseMLP
 from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
 from .mixer import AbstractMemory, AbstractMixer, Context
+from .per_layer_input import OF_BODY, OF_LAYER, added, inputs_of_layers, of_body, of_layer
+from .shared_attention import GlobalAttention, GlobalQueries, LocalAttention, LocalQueries
 
 #: Maps the names used in the table of architectures to mixers.
 MIXERS: dict[str, type[AbstractMixer]] = {
     "attention": Attention,
     "gated_delta_net": GatedDeltaNet,
     "fused_gated_delta_net": FusedGatedDeltaNet,
+    "local_attention": LocalAttention,
+    "global_attention": GlobalAttention,
+    "local_queries": LocalQueries,
+    "global_queries": GlobalQueries,
 }
 _ROLES = dict.fromkeys(mixer.role for mixer in MIXERS.values())
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
 
-class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
+class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {OF_LAYER} layer_scalar"):
     role: str = eqx.field(static=True)
     """The name of the field that contains the mixer."""
 
-    def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
+    def __init__(self, config: DecoderConfig, i: int, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
         norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
-        feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.intermediate_size, mlp)
-        made = MIXERS[mixer](config, mixing)
-        self._fill(config, **{made.role: made}, mlp=feed_forward, **norms)
+        sparse = config.sparse[i]
+        feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.mlp_size(i), mlp)
+        made = MIXERS[config.mixers[i]](config, mixing)
+        parts = {made.role: made, "mlp": feed_forward, **norms, **of_layer(config, mlp)}
+        if config.family.layer_scalars:
+            parts["layer_scalar"] = jnp.ones(1)
+        self._fill(config, **parts)
         self.role = made.role
 
     def __call__(
@@ -57,26 +67,30 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
         y = self.part("mlp")(self.normed(before_mlp, x))
-        return x + self._scaled(self.normed(after_mlp, y)), memory
+        x = added(self, x + self._scaled(self.normed(after_mlp, y)), context.inputs)
+        if (factor := self.part("layer_scalar")) is not None:
+            x = x * lax.stop_gradient(factor).astype(x.dtype)[None]  # a buffer in transformers
+        return x, memory
 
     def _scaled(self, y: Hidden) -> Hidden:
         factor = self.config.residual_multiplier
         return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
 
-class Body(Part, roles="embed_tokens wpe layers norm"):
+class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
     """A decoder without its output layer. That is, everything up to and including the final norm."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
         embed, position, *keys = jax.random.split(key, 2 + c.num_hidden_layers)
-        learned, kinds = c.family.learned_positions, zip(c.mixers, c.sparse, keys, strict=True)
+        learned = c.family.learned_positions
         self._fill(
             c,
             embed_tokens=eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed),
             wpe=eqx.nn.Embedding(c.max_position_embeddings, c.hidden_size, key=position) if learned else None,
-            layers=[DecoderLayer(c, mixer, sparse, k) for mixer, sparse, k in kinds],
+            layers=[DecoderLayer(c, i, k) for i, k in enumerate(keys)],
             norm=norm(c, c.hidden_size),
+            **of_body(c, embed),
         )
 
     def __call__(
@@ -110,23 +124,25 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
             length = _largest_of_batch(last + 1)  # as in transformers, a batch shares its frequencies
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
-        kinds = [int(window) for window in c.windows]
+        kinds, inputs = [int(window) for window in c.windows], inputs_of_layers(self, ids, x)
         if isinstance(layers, list):
             kept: Any = [None] * len(layers) if memory is None else list(memory)
             for i, layer in enumerate(layers):
-                x, kept[i] = layer(x, contexts[kinds[i]], kept[i], start)
+                context, source = contexts[kinds[i]], c.sources[i]
+                context = context if inputs is None else context._replace(inputs=inputs[i])
+                x, kept[source] = layer(x, context, kept[source], start)
             memory = None if memory is None else kept
         else:  # the layers are stacked, so scan over them
             context_of = _chosen(contexts, kinds)
 
             def step(carry: Any, part: Any) -> Any:
-                (x, memory), (layer, i, kind) = carry, part
+                (x, memory), (layer, i, kind, own) = carry, part
                 memory = None if memory is None else dataclasses.replace(memory, layer=i)
-                x, memory = layer(x, context_of(kind), memory, start)
+                x, memory = layer(x, context_of(kind)._replace(inputs=own), memory, start)
                 return (x, None if memory is None else dataclasses.replace(memory, layer=None)), None
 
             order = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
-            (x, memory), _ = lax.scan(step, (x, memory), (layers, order, jnp.asarray(kinds)))
+            (x, memory), _ = lax.scan(step, (x, memory), (layers, order, jnp.asarray(kinds), inputs))
         return self.normed("norm", x), memory
 
     def _contexts(
@@ -294,7 +310,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
             return jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
 
         if isinstance(self.layers, list):
-            return [empty(mixer) for mixer in c.mixers]
+            return [empty(c.mixers[i]) if i == source else None for i, source in enumerate(c.sources)]
         # All layers have the same mixer if they are scanned over, so their memories can be stacked too.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 

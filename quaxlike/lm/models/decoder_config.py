@@ -63,7 +63,8 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
         if not isinstance(given, Mapping):
             continue
         kinds = {kind: part for kind in ATTENTION if isinstance(part := given.get(kind), Mapping)}
-        shares += [rope.get("partial_rotary_factor") for rope in (given, *kinds.values())]
+        ropes = [rope for rope in (given, *kinds.values()) if rope.get("rope_type") != "proportional"]
+        shares += [rope.get("partial_rotary_factor") for rope in ropes]
         for part in kinds.values():
             warn_of_unknown(f"{path}, {name},", part, ROPE_ENTRIES)
         warn_of_unknown(f"{path}, {name},", given, ATTENTION if kinds else ROPE_ENTRIES)
@@ -79,6 +80,9 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
     *("projector_hidden_act", "multimodal_projector_bias"),
+    *("audio_config", "vision_soft_tokens_per_image"),
+    *(f"{kind}_token_id" for kind in ("boi", "eoi", "boa", "eoa", "image", "video", "audio")),
+    "eoa_token_index",
 )
 
 
@@ -116,6 +120,17 @@ class DecoderConfig(Config):
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
     swiglu_limit: float | int = 7.0
+    global_head_dim: int = 0
+    """The size of heads in layers without a window, and the number of heads of their keys, if a family has
+    other ones there."""
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False
+    """Whether keys are values, too, in layers without a window."""
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    """Whether layers that share keys and values have feed-forward layers of twice the size."""
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
     tie_word_embeddings: bool = False
     headless: bool = False
     """Whether there is no output layer, as is the case for embedding models from sentence-transformers."""
@@ -136,6 +151,8 @@ class DecoderConfig(Config):
     (0 for all), and have a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
     """The mixer of each layer, given as a key of `MIXERS`."""
+    sources: tuple[int, ...] = ()
+    """The layer whose memory each layer reads: its own, or that of a layer before it."""
     sizes: tuple[tuple[str, int], ...] = ()
     """The integer-valued entries that mixers use."""
     sparse: tuple[bool, ...] = ()
@@ -147,6 +164,11 @@ class DecoderConfig(Config):
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
+
+    def mlp_size(self, layer: int) -> int:
+        """Returns the size of a feed-forward layer without experts."""
+        is_wide = self.use_double_wide_mlp and self.sources[layer] != layer
+        return self.intermediate_size * (2 if is_wide else 1)
 
     def size(self, entry: str) -> int:
         """Looks up one of the integer-valued entries that mixers use."""
@@ -180,8 +202,9 @@ class DecoderConfig(Config):
         fields |= {"architecture": architecture, "head": head}
         # These fields are derived and can't be set in a file, so we drop any entries that have the same name.
         own = ("headless", "body_name", "labels", "new_embeddings")
-        fields |= dict.fromkeys((*own, "windows", "mixers", "sizes", "sparse", "ropes"))
+        fields |= dict.fromkeys((*own, "windows", "mixers", "sources", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
+        fields |= _of_global_layers(fields, label)
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
@@ -196,13 +219,15 @@ class DecoderConfig(Config):
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
         windows = _windows(out, fields, label)
+        mixers, sources = _shared(out, _mixers(out, fields, label, windows), label)
         off = family.window_switch and not out.use_sliding_window
         return dataclasses.replace(
             out,
             sliding_window=out.sliding_window if any(windows) and not off else 0,
             use_sliding_window=False,
             windows=windows,
-            mixers=_mixers(out, fields, label),
+            mixers=mixers,
+            sources=sources,
             sizes=_sizes(family, fields, label),
             sparse=_sparse(out, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
@@ -213,16 +238,37 @@ class DecoderConfig(Config):
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
-    "full_attention_interval",
+    *("full_attention_interval", "per_layer_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
     *("hidden_act", "hidden_activation"),
 )
+
+
+def _of_global_layers(fields: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Reads the sizes of heads in layers without a window: from two entries, or from `per_layer_config`."""
+    if "global_head_dim" not in fields:
+        return {}
+    if not (layers := fields.get("per_layer_config")):
+        heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
+        return {"num_global_key_value_heads": heads or fields.get("num_key_value_heads")}
+    kinds, told = fields.get("layer_types"), "head_dim and num_key_value_heads of layers without a window"
+    if not isinstance(layers, Mapping) or not isinstance(kinds, list):
+        raise refused("per_layer_config", layers, label, told)
+    wanted = [str(i) for i, kind in enumerate(kinds) if kind == "full_attention"]
+    sizes, names = list(layers.values()), ("head_dim", "num_key_value_heads")
+    are_alike = all(isinstance(x, Mapping) and x == sizes[0] and {*x} <= {*names} for x in sizes)
+    if sorted(map(str, layers)) != sorted(wanted) or not are_alike:
+        raise refused("per_layer_config", layers, label, told)
+    size, heads = (sizes[0].get(name, fields.get(name)) for name in names)
+    return {"global_head_dim": size, "num_global_key_value_heads": heads}
 
 
 def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
     family, layers = config.family, range(config.num_hidden_layers)
     if family.unrotated:
         return _unrotated(config, fields, label)
+    if family.ends_global:
+        return _until_last(config, fields, label)
     off = family.windows is None or not config.sliding_window
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
@@ -235,6 +281,19 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     # Every layer has a window except for each `every`-th one. (And 0 means that there are no exceptions.)
     every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
+
+
+def _until_last(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    """Finds the layers with windows, of which the last is none. Both kinds differ in more than that."""
+    layers, types = config.num_hidden_layers, fields.get("layer_types")
+    if not config.sliding_window:
+        raise refused("sliding_window", config.sliding_window, label, "a window of at least one token")
+    if types is None:
+        every = whole(fields, "sliding_window_pattern", config.family.windows, label)
+        found = tuple((i + 1) % every != 0 for i in range(layers))
+    else:
+        found = tuple(ATTENTION[kind] for kind in kinds_of(types, layers, label))
+    return (*found[:-1], False)
 
 
 def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
@@ -253,18 +312,39 @@ def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> 
     return found
 
 
-def _mixers(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[str, ...]:
+def _mixers(
+    config: DecoderConfig, fields: Mapping[str, Any], label: str, windows: tuple[bool, ...]
+) -> tuple[str, ...]:
     family, layers = config.family, config.num_hidden_layers
     if not family.mixers:
         return ("attention",) * layers
     kinds = {"full_attention": "attention", **family.mixers}
     if family.windows is not None:
-        kinds["sliding_attention"] = "attention"
+        kinds.setdefault("sliding_attention", "attention")
+    if family.ends_global:
+        return tuple(kinds["sliding_attention" if window else "full_attention"] for window in windows)
     if (types := fields.get("layer_types")) is not None:
         return tuple(kinds[kind] for kind in kinds_of(types, layers, label, kinds))
     every = whole(fields, "full_attention_interval", family.attends, label)
     other = next(iter(family.mixers.values()))
     return tuple("attention" if every and (i + 1) % every == 0 else other for i in range(layers))
+
+
+def _shared(
+    config: DecoderConfig, mixers: tuple[str, ...], label: str
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Finds the layers that read keys and values of others: the mixers of all layers, and their sources."""
+    layers, count = len(mixers), config.num_kv_shared_layers
+    if not config.family.sharing or not count:
+        return mixers, tuple(range(layers))
+    own = mixers[: max(layers - count, 0)]
+    last = {mixer: i for i, mixer in enumerate(own)}
+    if count >= layers or not {*mixers} <= last.keys():
+        needed = "fewer layers, so that one of each kind before them has keys and values"
+        raise refused("num_kv_shared_layers", count, label, needed)
+    rest = mixers[len(own) :]
+    sharing = tuple(config.family.sharing[mixer] for mixer in rest)
+    return own + sharing, (*range(len(own)), *(last[mixer] for mixer in rest))
 
 
 def _sizes(family: Family, fields: Mapping[str, Any], label: str) -> tuple[tuple[str, int], ...]:
@@ -305,6 +385,10 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     elif config.family.plain_windows:
         sliding = shared
     read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
+    if config.global_head_dim:
+        large = dataclasses.replace(config, head_dim=config.global_head_dim)
+        rope = rope_for(full, large, label, partial=config.family.partial)
+        return (rope, read(sliding)) if windows else (rope,)
     if config.family.unrotated:
         rope = read(full)
         # If all frequencies are zero then tokens aren't rotated at all.
@@ -315,9 +399,15 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fills in the default values that the architecture has for entries missing from a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
-    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
-    if names:
-        parsed = DecoderConfig.from_json(config)
-        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
-        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
+    if not names:
+        return dict(config)
+    family, parsed = FAMILIES[names[0]], DecoderConfig.from_json(config)
+    whole = {**family.defaults, **config, **dict(parsed.sizes)}
+    whole["sliding_window"] = parsed.sliding_window or None
+    kinds = {mixer: kind for kind, mixer in family.mixers.items()}
+    usual = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
+    whole["layer_types"] = [kinds.get(mixer, kind) for mixer, kind in zip(parsed.mixers, usual, strict=True)]
+    if family.attends:
+        first = parsed.mixers.index("attention") if "attention" in parsed.mixers else len(parsed.mixers)
+        whole["full_attention_interval"] = first + 1
     return whole

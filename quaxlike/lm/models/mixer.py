@@ -12,11 +12,15 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """The inputs shared by all layers of a kind, e.g. the rotary embedding and the attention mask."""
+    """The inputs shared by all layers of a kind, e.g. the rotary embedding and the attention mask.
+
+    Only `inputs` differs from layer to layer: this is the per-layer embedding of each token.
+    """
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
     factor: Float[Array, " tokens"] | None = None
+    inputs: Float[Array, "tokens size"] | None = None
 
 
 _M = TypeVar("_M", bound="AbstractMemory")
@@ -57,7 +61,8 @@ class AbstractMixer(eqx.Module):
         """Mixes the tokens at position `start` onwards.
 
         Returns the output along with the updated memory. If there is no memory, then `x` must be the complete
-        text. You can find padding and the boundaries between packed texts in `context.sight`.
+        text, and we return None or what later layers will read. You can find padding and the boundaries
+        between packed texts in `context.sight`.
         """
 
     @classmethod

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from ..folders.model_config import check_numbers, computing, refused
 
 _LARGEST_HEAD = 1 << 16  # far above any real model; this stops corrupt files from making us allocate too much
-_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 class Rope(NamedTuple):
@@ -86,6 +86,9 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
         share = 1.0 if share is None else share
         if not 0 < share <= 1:
             raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+        rotated = share if kind == "proportional" else 1.0  # of a whole head: the rest has frequencies of 0
+        if kind == "proportional":
+            share = 1.0
         if not partial:
             if share != 1 and kind != "default":  # transformers raises too, so there is no behaviour to match
                 raise refused("partial_rotary_factor", share, label, f"whole heads beside rope_type={kind!r}")
@@ -120,7 +123,11 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
             kept = np.clip((turns - low) / (high - low), 0, 1)
         elif kind == "yarn":
             kept = 1 - _yarn_ramp(rope, dim, theta, original)
-        inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
+        elif kind == "proportional":
+            inverse = np.where(np.arange(len(inverse)) < int(rotated * dim // 2), inverse, 0.0)
+            kept = 0.0
+        factor = {"default": 1.0, "proportional": rope.get("factor", 1.0)}.get(kind) or rope["factor"]
+        inverse = kept * inverse + (1 - kept) * inverse / factor
         scale = (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0
         growth = rope.get("llama_4_scaling_beta") or 0
         return Rope(tuple(inverse.tolist()), scale, growth=growth, step=original if growth else 1)

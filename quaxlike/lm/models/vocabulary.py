@@ -23,7 +23,7 @@ from .modern_bert import ModernBertConfig
 
 def embeddings() -> tuple[str, ...]:
     """Returns the names that token embeddings have in any of our models."""
-    return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
+    return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings", "embed_tokens_per_layer")
 
 
 def is_of_tokens(name: str) -> bool:
@@ -162,7 +162,9 @@ def with_new_embeddings(node: Any, n: int) -> Any:
             return replace_fields(out, num_embeddings=out.weight.shape[-2])
         case eqx.nn.Linear() if out.out_features != "scalar":
             return replace_fields(out, out_features=out.weight.shape[-2])
-    config = getattr(out, "config", None)
+    config, sizes = getattr(out, "config", None), {"vocab_size": n}
     if isinstance(config, DecoderConfig | ModernBertConfig):
-        return replace_fields(out, config=dataclasses.replace(config, vocab_size=n, new_embeddings=True))
+        if getattr(config, "vocab_size_per_layer_input", 0):
+            sizes["vocab_size_per_layer_input"] = n
+        return replace_fields(out, config=dataclasses.replace(config, **sizes, new_embeddings=True))
     return out

@@ -19,7 +19,6 @@ from ...surgery.trees import named_arrays, unstacked
 from ..checkpoints.checkpoint import open_checkpoint
 from ..gguf.config import keys_of
 from ..gguf.metadata import as_python
-from ..gguf.names import family_of, row_order
 from ..gguf.writer import parts_of, write
 from ..models.decoder_config import completed, text_tower
 
@@ -69,22 +68,20 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         keys = as_python(checkpoint.metadata)
     else:
         keys = as_python(keys_of(completed(text_tower(checkpoint.config)), source))
-    family, tensors = family_of(keys), dict[str, np.ndarray]()
+    tensors = dict[str, np.ndarray]()
     alpha = float(next(iter(adapters.values())).rank)
     for name, x in adapters.items():
-        for out, part in parts_of(name, x, family):
-            if out == name:
+        for part in parts_of(path, name, x, keys):
+            if part.tensor == name:
                 raise CheckpointError(
                     f"{source}: llama.cpp has no tensor for {name} in models of its architecture "
                     f"{keys.get('general.architecture')!r}."
                 )
-            a, b, scaling = _factors(name, x, part)
-            order = row_order(path, out, (b.shape[-2], a.shape[-1]), keys)
-            b = b if order is None else b[..., np.argsort(order), :]
-            tensors[f"{out}.lora_a"], tensors[f"{out}.lora_b"] = (
-                a,
-                b * (scaling * x.rank / alpha).astype(np.float32),
-            )
+            a, b, scaling = _factors(name, x, part.cut)
+            a = a if part.columns is None else a[..., part.columns]
+            b = b if part.rows is None else b[..., part.rows, :]
+            tensors[f"{part.tensor}.lora_a"] = a
+            tensors[f"{part.tensor}.lora_b"] = b * (scaling * x.rank / alpha).astype(np.float32)
     about = {"general.architecture": keys["general.architecture"], "general.type": "adapter"}
     write(path, tensors, about | {"adapter.type": "lora", "adapter.lora.alpha": np.float32(alpha)})
 

@@ -19,6 +19,8 @@ from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.lm.text import TextTokenizer
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.clients.suite import client
+from tests.lm.models import made
+from tests.lm.models.made import byte_level
 
 pytestmark = [*client("llama_cpp"), pytest.mark.timeout(3600)]  # published vocabularies are large
 
@@ -120,6 +122,19 @@ OTHERS = {
         },
     ),
 }  # fmt: skip
+_HYBRID = {
+    "vocab_size": 32000, "head_dim": 32, "full_attention_interval": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}  # fmt: skip
+OTHERS |= {
+    "qwen3_5_text": ("llama2", {"architectures": ["Qwen3_5ForCausalLM"], **_HYBRID}),
+    "qwen3_5_moe_text": ("llama2", {"architectures": ["Qwen3_5MoeForCausalLM"], **_HYBRID, **_EXPERTS}),
+    "qwen3_next": ("llama2", {"architectures": ["Qwen3NextForCausalLM"], **_HYBRID, **_EXPERTS}),
+}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -279,3 +294,15 @@ def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, compare, tmp_
         found = _continued(llama_cpp(file), start, count)
         compare("llama.cpp", f"GGUF {quantize}", name, "learned texts", found, new)
         assert tokenizer.decode(new) == tokenizer.decode(ids[4:])
+
+
+def test_splits_of_marks(llama_cpp, compare, tmp_path):
+    """Qwen3.5 keeps combining marks with the letters before them."""
+    tokenizer = byte_level(290, "qwen35")
+    source = tmp_path / "base"
+    model = made.checkpoint(source, "qwen3_5_text", tokenizer)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    theirs = llama_cpp(tmp_path / "m.gguf")
+    for text in [*TEXTS, "e\u0301te\u0301 caf\u0301e", "\u0928\u092e\u0938\u094d\u0924\u0947 \u0301!"]:
+        found = theirs.tokenize(text.encode(), add_bos=True, special=True)
+        compare("llama.cpp", "GGUF f32", "qwen3_5", "tokens of texts", found, tokenizer.encode(text).ids)

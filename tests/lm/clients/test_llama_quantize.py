@@ -80,6 +80,7 @@ PRESETS = {"q4_k_m": 15, "q5_k_m": 17, "mxfp4_moe": 38, "q8_0": 7, "q6_k": 18, "
         ("mixtral", {"num_local_experts": 8, "intermediate_size": 256}),
         ("qwen3_moe", {"moe_intermediate_size": 256}),
         ("gpt_oss", {"rope_scaling": None}),
+        ("qwen3_5_text", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
     ],
 )
 def test_types_of_presets(name, sizes, tmp_path, compare):
@@ -114,7 +115,7 @@ def test_types_of_presets(name, sizes, tmp_path, compare):
         compare("llama.cpp", "GGUF, its presets", name, "types of tensors", found == wanted, True)
 
 
-@pytest.mark.parametrize("name", ["mistral", "mixtral"])
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3_5_text"])
 def test_greedy_tokens_in_every_type(name, checkpoint, llama_cpp, compare, tmp_path, monkeypatch):  # noqa: F811
     """Of a model that has learned a text: what llama.cpp writes is what our model of the same file writes."""
     monkeypatch.setattr(others, "SIZES", others.SIZES | WIDE)
@@ -145,7 +146,7 @@ def test_adapters(checkpoint, llama_cpp, compare, tmp_path, monkeypatch):  # noq
     from llama_cpp import Llama
 
     monkeypatch.setattr(others, "SIZES", others.SIZES | WIDE)
-    for name in ("mistral", "mixtral"):
+    for name in ("mistral", "mixtral", "qwen3_5_text", "qwen3_next"):
         source, model = checkpoint(name)
         save(tmp_path / "base.gguf", model, source, format="gguf")
         base, _ = load(tmp_path / "base.gguf")

@@ -90,8 +90,14 @@ def _reads_ours(theirs, folder, model, base, run, check, ids, seen):
     check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((name, r".*linear_attn\.\w+_proj\w*\.weight") for name in ("qwen3_next", "qwen3_5")),
+        ("gemma4", r".*\.per_layer_\w+\.weight"),
+    ],
+)
+def test_adapters_of_other_layers(name, where, compare, tmp_path):
     """Ours, and those of PEFT on all linear layers."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -103,7 +109,7 @@ def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
     check = partial(compare, "PEFT", "adapters", name, "logits")
     run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
     base, _ = load(tmp_path / "base")
-    model = ql.loraify(base, rank=2, where=r".*linear_attn\.\w+_proj\w*\.weight", key=jax.random.key(0))
+    model = ql.loraify(base, rank=2, where=where, key=jax.random.key(0))
     move = lambda x: x.replace(b=x.b + 0.03) if isinstance(x, ql.LoraArray) else x
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
     _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
@@ -129,7 +135,7 @@ def test_adapters_of_models_that_read_images(name, compare, tmp_path):
 
     theirs, ids, seen = tower_of(name)
     theirs.save_pretrained(tmp_path / "base")
-    made = AutoModelForCausalLM if name == "gemma3" else AutoModelForImageTextToText
+    made = AutoModelForCausalLM if name.startswith("gemma") else AutoModelForImageTextToText
     fresh = lambda: made.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
     check = partial(compare, "PEFT", "adapters", name, "logits")
     run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
@@ -139,7 +145,9 @@ def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
     _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
     torch.manual_seed(0)
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=".*(q_proj|qkv)")
+    # The layers of Gemma 4 that read images have another layer in them.
+    layers = r".*(language_model.*\.q_proj|\.q_proj\.linear)" if name == "gemma4" else ".*(q_proj|qkv)"
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=layers)
     read = get_peft_model(fresh(), config).eval()
     read.save_pretrained(tmp_path / "theirs")
     with pytest.warns(UserWarning, match=r"\d tensors of (vision_tower|visual) are left out"):

@@ -31,6 +31,14 @@ _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+_GEMMA4 = {
+    "num_hidden_layers": 7, "global_head_dim": 32, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "sliding_window": 4,
+    "layer_types": [
+        *(2 * ["sliding_attention", "full_attention"]), *(2 * ["sliding_attention"]), "full_attention"
+    ],
+    "final_logit_softcapping": 5.0, "tie_word_embeddings": True,
+}  # fmt: skip
 CASES = {
     "olmo3": ("Olmo3", {"sliding_window": 4, "rope_scaling": _YARN, "rope_theta": 5e5}),
     "olmo3, all layers alike": ("Olmo3", {"layer_types": ["full_attention"] * 5}),
@@ -49,6 +57,11 @@ CASES = {
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
     }}),
     "ministral3, windows": ("Ministral3", {"sliding_window": 4}),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4, keys are values": ("Gemma4", {
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "sliding_window": 4, "global_head_dim": 32, "num_hidden_layers": 8,
+    }),
     "qwen3_next": ("Qwen3Next", {**_DELTA_NET, **_EXPERTS}),
     "qwen3_next, dense": ("Qwen3Next", {**_DELTA_NET, "num_experts": 0, "full_attention_interval": 2}),
     "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "linear_num_value_heads": 2}),
@@ -61,7 +74,7 @@ def made(kind, options, folder):
     import transformers
 
     torch.manual_seed(0)
-    text = f"{kind}Text" if kind.startswith("Qwen3_5") else kind
+    text = f"{kind}Text" if kind.startswith(("Qwen3_5", "Gemma4")) else kind
     config = getattr(transformers, f"{text}Config")(**{**_SIZES, **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -72,6 +85,9 @@ def made(kind, options, folder):
                 weight -= 3  # so that states last
             else:
                 weight *= 3  # so that tokens differ
+        for name, number in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                number += torch.rand(1) - 0.5
     model.save_pretrained(folder)
     return model
 
@@ -119,7 +135,7 @@ def test_logits_and_greedy_tokens(name, compare, tmp_path):
     compare("logits of merged models", logits_of_transformers(again, ids, seen)[seen], ours, 5e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "gemma4"])
 def test_gradients_through_states(name, compare, tmp_path):
     """Of all weights, in texts of several chunks, one of them padded on the left."""
     import torch
@@ -141,6 +157,9 @@ def test_gradients_through_states(name, compare, tmp_path):
     found = jax.jit(jax.grad(loss))(model)
     wanted = {name: weight.grad.numpy() for name, weight in theirs.named_parameters()}
     for part, gradient in named_arrays(found).items():
+        if part.endswith("layer_scalar"):  # not trained
+            assert not np.any(gradient)
+            continue
         scale = np.abs(wanted[part]).max()
         compare(
             "transformers", "safetensors", name, "gradients", gradient / scale, wanted[part] / scale, 1e-3
@@ -192,6 +211,7 @@ TOWERS = {
     "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
     "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
     "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **CASES["ministral3"][1]}),
+    "gemma4": ("Gemma4", "Gemma4Vision", _GEMMA4),
     "qwen3_5": ("Qwen3_5", "Qwen3_5Vision", _DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeVision", {**_DELTA_NET, **_EXPERTS}),
 }
@@ -205,11 +225,12 @@ def tower_of(name):
     kind, vision, options = TOWERS[name]
     torch.manual_seed(0)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    seen = getattr(transformers, f"{vision}Config")(**small, image_size=28, patch_size=14)
+    size = {} if name == "gemma4" else {"image_size": 28}
+    seen = getattr(transformers, f"{vision}Config")(**small, **size, patch_size=14)
     kinds = {"mistral": "Mistral", "ministral3": "Ministral3"}
     text = kinds[options["model_type"]] if kind == "Mistral3" else f"{kind}Text"
     sizes = {k: v for k, v in {**_SIZES, **options}.items() if k != "model_type"}
-    tied = {"tie_word_embeddings": name == "gemma3"}
+    tied = {"tie_word_embeddings": name.startswith("gemma")}
     config = getattr(transformers, f"{kind}Config")(
         text_config=getattr(transformers, f"{text}Config")(**{**sizes, **tied}), vision_config=seen, **tied
     )

@@ -57,6 +57,22 @@ LIKE = {
     ),
 }  # fmt: skip
 
+_HYBRID = {
+    "full_attention_interval": 2, "num_hidden_layers": 3, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+for kind, name, more in (
+    ("qwen3_5_text", "Qwen3_5ForCausalLM", {}),
+    ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _EXPERTS),
+    ("qwen3_next", "Qwen3NextForCausalLM", _EXPERTS),
+):
+    LIKE[kind] = "qwen3", {"architectures": [name], "layer_types": None, **_HYBRID, **more}
+
 TEXTS = ["the cat sat on the mat, 12345 times", "  Don't   stop\n\n now", "<|im_start|>user\nHé<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 

@@ -123,7 +123,7 @@ def test_adapters_of_other_parts_are_left_out_and_told(whole, tmp_path):
     write_tensors(both / "adapter_model.safetensors", more, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"multi_modal_projector': is all that this adapter"):
         peft.load_adapter(both, model)
-    other = {f"{_PREFIX}model.audio_tower.q_proj.lora_A.weight": jnp.ones((2, 2))}
+    other = {f"{_PREFIX}model.speech_tower.q_proj.lora_A.weight": jnp.ones((2, 2))}
     unknown = _renamed(tmp_path / "a", tmp_path / "unknown", str, **other)
-    with pytest.raises(CheckpointError, match=r"has no layer 'model\.audio_tower\.q_proj'"):
+    with pytest.raises(CheckpointError, match=r"has no layer 'model\.speech_tower\.q_proj'"):
         peft.load_adapter(unknown, model)

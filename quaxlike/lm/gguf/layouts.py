@@ -1,0 +1,174 @@
+"""How tensors in a GGUF file differ from transformers' arrays: the order of rows and columns, and functions
+of their numbers.
+
+Orders are those for writing: a tensor is `array[order]`.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...files.errors import file_error
+from ..families import Family, Layout
+
+
+def layout_of(tensor: str, family: Family | None) -> Layout:
+    """Returns the layout of a tensor, by its name in llama.cpp."""
+    own = family.gguf if family else None
+    if family is None or own is None:
+        return Layout()
+    inner = tensor.split(".", 2)[-1] if tensor.startswith("blk.") else tensor
+    if inner in own.layouts:
+        return own.layouts[inner]
+    if inner == "ffn_gate_inp_shexp.weight":
+        return Layout(is_row=True)
+    if own.permuted and inner in _ROTATED:
+        return Layout(rows=_ROTATED[inner])
+    return Layout(numbers="offset") if family.norm_offset and inner.endswith("norm.weight") else Layout()
+
+
+_ROTATED = {f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in ("weight", "bias")}
+
+
+# Orders -------------------------------------------------------------------------------------------
+
+_LARGEST = 1 << 24  # no model has as many heads, or heads as large
+#: A function that looks up a size in the metadata.
+_Size = Callable[[str], int]
+
+
+def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
+    """llama.cpp rotates pairs of neighbours, and transformers the two halves of each head."""
+
+    def order(size: _Size, count: int) -> list[np.ndarray]:
+        heads = size(key)
+        if count % (2 * heads):
+            raise ValueError(f"{heads} heads do not divide its {count} rows into pairs")
+        return [np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)]
+
+    return order
+
+
+class _Heads(NamedTuple):
+    """The sizes of Gated DeltaNet: heads for keys and for values, and the sizes of all of them together."""
+
+    key_heads: int
+    heads: int
+    keys: int
+
+    @classmethod
+    def of(cls, size: _Size) -> "_Heads":
+        key_heads, heads = size("ssm.group_count"), size("ssm.time_step_rank")
+        if heads % key_heads:
+            raise ValueError(f"{key_heads} heads of keys do not divide {heads} heads of values")
+        return cls(key_heads, heads, key_heads * size("ssm.state_size"))
+
+    def tiled(self, count: int) -> np.ndarray:
+        """In llama.cpp, the first value heads of all key heads come first; then all second ones."""
+        if count < 1 or count % self.heads:
+            raise ValueError(f"{self.heads} heads do not divide {count} values")
+        shared = self.heads // self.key_heads
+        return np.arange(count).reshape(self.key_heads, shared, -1).swapaxes(0, 1).reshape(-1)
+
+
+def _values(size: _Size, count: int) -> list[np.ndarray]:
+    return [_Heads.of(size).tiled(count)]
+
+
+def _queries_keys_values(size: _Size, count: int) -> list[np.ndarray]:
+    heads = _Heads.of(size)
+    first = 2 * heads.keys
+    values = heads.tiled(count - first)
+    return [np.concatenate([np.arange(first), first + values])]
+
+
+def _by_key_head(size: _Size, count: int) -> list[np.ndarray]:
+    """In Qwen3-Next, the queries, keys, values and gates of each key head are beside each other."""
+    heads = _Heads.of(size)
+    values = (count - 2 * heads.keys) // 2
+    heads.tiled(values)  # checks the sizes
+    ends = np.cumsum([heads.keys, heads.keys, values]) // heads.key_heads
+    rows = np.arange(2 * (heads.keys + values)).reshape(heads.key_heads, -1)
+    parts = [part.reshape(-1) for part in np.split(rows, ends, axis=1)]
+    return [np.concatenate(parts[:3]), parts[3]]
+
+
+ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
+    "rotated_q": _rotated("attention.head_count"),
+    "rotated_k": _rotated("attention.head_count_kv"),
+    "value_heads": _values,
+    "queries_keys_values": _queries_keys_values,
+    "by_key_head": _by_key_head,
+}
+
+
+def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns the rows (or columns) of an array in each of its tensors.
+
+    **Raises:** `CheckpointError` if sizes in the metadata are missing, or do not fit.
+    """
+    prefix = f"{metadata.get('general.architecture')}."
+
+    def size(key: str) -> int:
+        found = metadata.get(prefix + key)
+        if found is None and key.endswith("_kv"):
+            found = metadata.get(prefix + key.removesuffix("_kv"))
+        if type(found) is not int or not 1 <= found < _LARGEST:
+            raise ValueError(f"expected a size as {prefix}{key}; found {found!r}")
+        return found
+
+    try:
+        found = ORDERS[order](size, count)
+    except ValueError as error:
+        raise file_error(path, name, str(error)) from None
+    if sum(map(len, found)) != count:
+        raise file_error(path, name, f"the sizes of its heads do not fit its {count} rows")
+    return found
+
+
+def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> np.ndarray | None:
+    """Returns the order of a single tensor, or None if it is that of the array."""
+    if not order:
+        return None
+    (found,) = orders(path, name, order, count, metadata)
+    return None if np.array_equal(found, np.arange(count)) else found
+
+
+# Functions ----------------------------------------------------------------------------------------
+
+
+class _Function(NamedTuple):
+    """A function of the numbers of an array, given the offset of the family's norms, and its inverse."""
+
+    written: Callable[[np.ndarray, float | int], np.ndarray]
+    read: Callable[[np.ndarray, float | int], np.ndarray]
+
+
+def _same(x: np.ndarray, offset: float | int) -> np.ndarray:
+    return x
+
+
+def _added(x: np.ndarray, offset: float | int) -> np.ndarray:
+    return x + x.dtype.type(offset)
+
+
+def _taken(x: np.ndarray, offset: float | int) -> np.ndarray:
+    return x - x.dtype.type(offset)
+
+
+def _negative_exponential(x: np.ndarray, offset: float | int) -> np.ndarray:
+    return -np.exp(x)
+
+
+def _logarithm(x: np.ndarray, offset: float | int) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(-x)
+
+
+FUNCTIONS = {
+    "": _Function(_same, _same),
+    "offset": _Function(_added, _taken),
+    "negative_exponential": _Function(_negative_exponential, _logarithm),
+}

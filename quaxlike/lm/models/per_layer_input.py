@@ -1,0 +1,67 @@
+"""Per-layer embeddings: each layer also adds a projection of a small embedding of its own (Gemma 3n, Gemma
+4)."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .decoder_config import DecoderConfig
+from .layers import Hidden, Ids, Part, each, linears, norm
+
+#: The parts of the body, and those of each layer.
+OF_BODY = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
+OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
+
+
+def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
+    """Initialises the parts of the body."""
+    c, size = config, config.hidden_size_per_layer_input
+    if not size:
+        return {}
+    first, last = jax.random.split(key)
+    wide = c.num_hidden_layers * size
+    return {
+        "embed_tokens_per_layer": eqx.nn.Embedding(c.vocab_size_per_layer_input, wide, key=first),
+        **linears(c, c.hidden_size, {"per_layer_model_projection": wide}, False, last),
+        "per_layer_projection_norm": norm(c, size),
+    }
+
+
+def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
+    """Initialises the parts of a layer."""
+    c, size = config, config.hidden_size_per_layer_input
+    if not size:
+        return {}
+    first, last = jax.random.split(key)
+    return {
+        **linears(c, c.hidden_size, {"per_layer_input_gate": size}, False, first),
+        **linears(c, size, {"per_layer_projection": c.hidden_size}, False, last),
+        "post_per_layer_input_norm": norm(c, c.hidden_size),
+    }
+
+
+def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers tokens size"] | None:
+    """Computes the additional inputs of all layers, from the tokens and their embeddings `x`."""
+    c, size = body.config, body.config.hidden_size_per_layer_input
+    if not size:
+        return None
+
+    def by_layer(x: Float[Array, "tokens wide"], factor: float) -> Float[Array, "tokens layers size"]:
+        return x.reshape(len(x), -1, size) * jnp.asarray(factor, x.dtype)
+
+    rows = by_layer(each(body.part("embed_tokens_per_layer"), ids), size**0.5)
+    projected = by_layer(each(body.part("per_layer_model_projection"), x), c.hidden_size**-0.5)
+    projected = jax.vmap(lambda x: body.normed("per_layer_projection_norm", x))(projected)
+    return jnp.moveaxis((projected + rows) * jnp.asarray(2**-0.5, x.dtype), 1, 0)
+
+
+def added(layer: Part, x: Hidden, inputs: Float[Array, "tokens size"] | None) -> Hidden:
+    """Adds to `x` what a layer makes of its additional input."""
+    if inputs is None:
+        return x
+    act = jax.nn.silu if layer.config.family.activation == "silu" else jax.nn.gelu
+    y = each(layer.part("per_layer_projection"), act(each(layer.part("per_layer_input_gate"), x)) * inputs)
+    return x + layer.normed("post_per_layer_input_norm", y)
