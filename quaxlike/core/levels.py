@@ -65,3 +65,12 @@ def not_dispatched(value: Any, what: str) -> str:
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
     )
+
+
+def name_the_mixin(value: Any) -> str:
+    """Returns what to append to the message if an operator or a NumPy function met a type without
+    `ArrayOperators`."""
+    return (
+        " For operators and methods everywhere, name `quaxlike.ArrayOperators` before `ArrayValue` among the "
+        f"bases of {type(value).__name__}."
+    )

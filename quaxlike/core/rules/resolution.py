@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -31,6 +31,7 @@ from .registry import (
     RuleError,
     RuleSet,
     RuleWarning,
+    check_keywords,
     check_operands,
     epoch,
     lock,
@@ -58,19 +59,20 @@ class Resolver:
         self.beyond: dict[Any, list[Any]] = {}  # filled by `rules_beyond`
         self._made_at = made_at
 
-    def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
+    def candidates(self, key: tuple[Any, ...], params: Any = None) -> list[Callable[..., Any]]:
         """Returns the rules for `key`, best first. Each is tried if the previous one returned
         `NotImplemented`.
 
         A key is a primitive followed by one entry per operand: a Value's class, or None for anything
         else.
 
-        **Raises:** `TypeError` for a rule which takes one of the primitive's `params` by position.
+        **Raises:** `TypeError` for a rule which takes one of the primitive's `params` by position;
+        `RuleError` for one which requires another by keyword.
         """
         require_stack_depth()
         primitive, *types = key
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
-            check_operands(rule, params)
+            check_operands(rule, params or ())
         operands = signature_of(jax.Array if t is None else t for t in types)
         # A type may decide for each instance whether rules apply. Only then do rules ask, since this takes a
         # call per operand.
@@ -85,6 +87,9 @@ class Resolver:
         # set can override anything.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
+            if params is not None:
+                for rule in matching:
+                    check_keywords(rule, params)
             if any(map(depends_on_operands, matching)):
                 found.append(RulesByOperands(operands, matching, checked))
             else:
