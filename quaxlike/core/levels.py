@@ -4,7 +4,9 @@ We find a level by walking up JAX's own chain of traces. The list `running` is o
 the chain; it is thread-local, so that threads never see each other's levels.
 """
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import compat
@@ -28,7 +30,19 @@ def level_of(value: Any | None = None) -> Any:
     cut = last is not None and not compat.is_eval_trace(last)
     if not cut:
         return None
-    return next((level for level in reversed(running.levels) if not level.in_rule and ours(level)), None)
+    return next(
+        (level for level in reversed(running.levels) if ours(level) and not _waits_for_rule(level)), None
+    )
+
+
+def _waits_for_rule(level: Any) -> bool:
+    """Returns whether a rule of this level, or of one further out that it called, is running.
+
+    If so, then what is computed now is the rule's, and only levels further out dispatch on it.
+    """
+    while level is not None and not getattr(level, "in_rule", False):
+        level = getattr(level, "parent_trace", None)
+    return level is not None
 
 
 class _Running(threading.local):
@@ -39,6 +53,16 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+@contextlib.contextmanager
+def running_rule(level: Any) -> Iterator[None]:
+    """Marks a level inside the block: it does not dispatch on what is computed there."""
+    within, level.in_rule = level.in_rule, True
+    try:
+        yield
+    finally:
+        level.in_rule = within
 
 
 def has_operators(value: Any) -> bool:
@@ -65,4 +89,13 @@ def not_dispatched(value: Any, what: str) -> str:
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
+    )
+
+
+def name_the_mixin(value: Any) -> str:
+    """Returns what to append to the message if an operator or a NumPy function met a type without
+    `ArrayOperators`."""
+    return (
+        " For operators and methods everywhere, name `quaxlike.ArrayOperators` before `ArrayValue` among the "
+        f"bases of {type(value).__name__}."
     )

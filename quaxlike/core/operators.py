@@ -203,6 +203,11 @@ class ArrayOperators:
     __complex__ = _unary(complex)
     __index__ = _unary(operator.index)
     __array__ = _method("__array__")
+
+    def __format__(self, spec: str) -> str:
+        # Like `str(self)` without a specification, since the elements may not be needed.
+        return run(format, self, spec) if spec else str(self)
+
     item = _method("item")
     tolist = _method("tolist")
 

@@ -31,13 +31,23 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, 1),
     lambda f, x, i, b: f(x, (2, 2)),
 ]
+# Functions that none of these calls suits.
+_CALLED_OTHERWISE = {
+    **{"einsum": "dot_general", "astype": "convert_element_type", "while_loop": "while", "fori_loop": "scan"},
+    **{"switch": "cond", "map": "scan", "select": "select_n", "conv": "conv_general_dilated"},
+}
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_PREFIXES = {f"{name}.": name for name in MODULES} | {"jnp.": "jax.numpy", "lax.": "jax.lax", "nn.": "jax.nn"}
 _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only used if alone
 
 
 def function_called(name: str) -> tuple[str, Any] | None:
-    """Returns the JAX function with this (NumPy-like) name, and its full name."""
-    for module, namespace in MODULES.items():
+    """Returns the JAX function with this (NumPy-like) name, such as "multiply", and its full name."""
+    modules = MODULES
+    for prefix, module in _PREFIXES.items():
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix):
+            name, modules = name.removeprefix(prefix), {module: MODULES[module]}
+    for module, namespace in modules.items():
         if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
             return f"{module}.{name}", function
     return None
@@ -54,8 +64,9 @@ def primitives_of(function: Any) -> list[str]:
         return primitives_of(called[1])
     if not callable(function) or package != "jax":
         return []
-    if function is jnp.einsum:
-        return primitives_of(jnp.matmul)
+    name = getattr(function, "__name__", "")
+    if name in _CALLED_OTHERWISE:
+        return [_CALLED_OTHERWISE[name]]
     args = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool)]
     for call in CALLS:
         with warnings.catch_warnings():
@@ -67,7 +78,7 @@ def primitives_of(function: Any) -> list[str]:
         found = list(dict.fromkeys(_names(jaxpr)))
         if found := [name for name in found if name not in _FORMS] or found:
             return found
-    return []
+    return [name] if name in compat.named_primitives() else []
 
 
 def _names(jaxpr: Any) -> Iterator[str]:

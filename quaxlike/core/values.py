@@ -39,7 +39,7 @@ from .hooks import (
     running_hooks,
     traced,
 )
-from .levels import level_of, not_dispatched
+from .levels import level_of, name_the_mixin, not_dispatched
 from .source_lines import calling_frame
 
 _M = TypeVar("_M", bound=eqx.Module)
@@ -300,7 +300,7 @@ class ArrayValue(Value):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         if (level := level_of(self)) is None:
-            raise NoArrayError(not_dispatched(self, "NumPy"))
+            raise NoArrayError(not_dispatched(self, "NumPy") + name_the_mixin(self))
         return level.adopt(self).__array__(*args, **kwargs)
 
 

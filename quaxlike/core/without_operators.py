@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import placement
-from .levels import has_operators, not_dispatched
+from .levels import has_operators, name_the_mixin, not_dispatched
 from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
@@ -50,10 +50,7 @@ class MissingOperator(TypeError, AttributeError):
 def _remedy(value: Value, what: str) -> str:
     message = not_dispatched(value, f"`{what}`")
     if isinstance(value, ArrayValue) and not isinstance(value, ArrayOperators):
-        message += (
-            f" For operators and methods everywhere, name `quaxlike.ArrayOperators` before `ArrayValue` "
-            f"among the bases of {type(value).__name__}."
-        )
+        message += name_the_mixin(value)
     if what in ("==", "!="):
         message += " To compare Values as pytrees, use `equinox.tree_equal`."
     return message
@@ -122,6 +119,22 @@ def _iterate(self: Any) -> Any:
     if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
+
+
+def _format(self: Any, spec: str) -> str:
+    # Python formats every object without a specification, so messages can show any Value.
+    if spec and not has_operators(self):
+        raise TypeError(_remedy(self, f"format(..., {spec!r})"))
+    return ArrayOperators.__format__(self, spec)
+
+
+def _format_tracer(self: ValueTracer, spec: str) -> str:
+    value = self.quax_value
+    if not spec:
+        return str(self)
+    if type(value).__format__ not in (ArrayOperators.__format__, _format):  # the type's own, e.g. with units
+        return format(value, spec)
+    return format(self._concrete("format"), spec)  # pyright: ignore[reportPrivateUsage]
 
 
 class _OfLeaves:
@@ -194,7 +207,7 @@ def _install() -> None:
             stand_ins[name] = _binary(_SYMBOLS[base[1:]], name, None, member)
         elif base in _PYTHON:
             stand_ins[name] = _StandIn(name, _PYTHON[base], MissingOperator, member)
-    stand_ins["__iter__"] = _iterate
+    stand_ins.update(__iter__=_iterate, __format__=_format)
     for name, stand_in in stand_ins.items():
         setattr(Value if name in ("__eq__", "__ne__", "__bool__") else ArrayValue, name, stand_in)
     stand_ins["__hash__"] = Value.__hash__  # belongs to `==`
@@ -205,6 +218,7 @@ def _install() -> None:
     of_numpy: tuple[Any, ...] = (ArrayValue, ValueTracer)
     for cls in of_numpy:
         cls.__array_function__ = _array_function
+    ValueTracer.__format__ = _format_tracer
     on_new_type.append(_prefer_mixins)
 
 

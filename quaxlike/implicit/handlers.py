@@ -13,10 +13,11 @@ import jax.extend.core as jexc
 
 from .._checked import checked
 from ..core import rules as core_rules
+from ..core.functions import type_hints
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
 from ..core.rules.annotations import annotation_of
-from ..core.rules.registry import as_primitives, can_match, type_hints
+from ..core.rules.registry import as_primitives, can_match
 from ..core.values import is_value, materialise
 from .array import bind, lent
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor of llama.cpp differs from transformers' array."""
 
     rows: str = ""
@@ -52,7 +52,7 @@ class Gguf:
     """A metadata key that distinguishes this family from others with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional names that llama.cpp uses within a block to transformers' names."""
-    layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, TensorLayout] = dataclasses.field(default_factory=dict)
     """Layouts by llama.cpp's name within a block. An empty one overrides what usually holds for the name."""
     joined: Mapping[str, Joined] = dataclasses.field(default_factory=dict)
     """Arrays that are several tensors, by transformers' name within a layer."""
@@ -272,14 +272,14 @@ _DELTA_NET_GGUF = Gguf(
         "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
     },
     layouts={
-        "ssm_a": Layout(rows="value_heads", numbers="negative_exponential"),
-        "ssm_conv1d.weight": Layout(rows="queries_keys_values", squeezed=True),
-        "ssm_norm.weight": Layout(),
-        "attn_qkv.weight": Layout(rows="queries_keys_values"),
-        "ssm_out.weight": Layout(columns="value_heads"),
+        "ssm_a": TensorLayout(rows="value_heads", numbers="negative_exponential"),
+        "ssm_conv1d.weight": TensorLayout(rows="queries_keys_values", squeezed=True),
+        "ssm_norm.weight": TensorLayout(),
+        "attn_qkv.weight": TensorLayout(rows="queries_keys_values"),
+        "ssm_out.weight": TensorLayout(columns="value_heads"),
         **dict.fromkeys(
             ("ssm_dt.bias", "attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight"),
-            Layout(rows="value_heads"),
+            TensorLayout(rows="value_heads"),
         ),
     },
     keys={
@@ -441,8 +441,8 @@ FAMILIES: dict[str, Family] = {
                 "ssm_in": "linear_attn.in_proj_qkvz",  # only in old files
             },
             layouts={
-                "ssm_a": Layout(numbers="negative_exponential"), "ssm_norm.weight": Layout(),
-                "ssm_conv1d.weight": Layout(squeezed=True),
+                "ssm_a": TensorLayout(numbers="negative_exponential"), "ssm_norm.weight": TensorLayout(),
+                "ssm_conv1d.weight": TensorLayout(squeezed=True),
             },
             joined={
                 "linear_attn.in_proj_qkvz.weight": Joined(

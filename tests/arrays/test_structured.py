@@ -21,6 +21,7 @@ from quaxlike.arrays.structured import (
     logdet,
     solve,
 )
+from quaxlike.arrays.unitful import Unitful
 from tests.samples import Late, array
 
 scipy_linalg = Late("scipy.linalg")
@@ -366,10 +367,24 @@ def test_diagonal_of_a_stack_is_of_the_first_axes():
 
 
 def test_elements_of_the_factors_are_refused():
-    with pytest.raises(ql.MaterialisationError, match="Factored"):
+    with pytest.raises(ql.MaterialisationError, match=r"(?s)Factored.*factorise `quaxlike.mat"):
         ql.quaxify(lambda a: jax.scipy.linalg.lu_factor(a)[0] + 1.0)(MAKERS["kronecker"](()))
     with ql.on_materialise("allow"), pytest.raises(ValueError, match="Factorise `quaxlike"):
         ql.quaxify(lambda a: jax.scipy.linalg.lu_factor(a)[0] + 1.0)(MAKERS["kronecker"](()))
+
+
+@pytest.mark.parametrize("function", [jax.scipy.linalg.lu, jax.scipy.linalg.lu_factor, jax.lax.linalg.lu])
+def test_a_diagonal_matrix_is_its_own_factors(function):
+    a = MAKERS["diagonal"](())
+    found = ql.materialise(ql.quaxify(function)(a))
+    jax.tree.map(np.testing.assert_allclose, found, function(ql.materialise(a)))
+
+
+def test_determinant_of_a_diagonal_matrix_with_a_unit():
+    a = DiagonalMatrix(jnp.array([2.0, 3.0, 4.0]))
+    volume = ql.quaxify(jnp.linalg.det)(Unitful(a, "m"))
+    assert volume.unit == Unitful(1.0, "m^3").unit
+    np.testing.assert_allclose(volume.array, 24.0)
 
 
 def test_shapes_that_do_not_fit():

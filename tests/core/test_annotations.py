@@ -1,11 +1,14 @@
 """What the annotations of rules mean to dispatch: aliases, dtypes and shapes; rules that can never match."""
 
+import functools
 import importlib
 import sys
 import typing
 import warnings
-from typing import Annotated, Any, Generic, NewType, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Generic, NewType, Protocol, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +39,25 @@ class Of(ql.ArrayValue, Generic[_T]):
 
     def materialise(self):
         return self.array
+
+
+class _HasArray(Protocol):
+    array: jax.Array
+
+
+class _Multiplies(Protocol):
+    def __mul__(self, other: Any) -> Any: ...
+
+
+def _scale(factor, x: V, y: jax.Array, **params) -> V:
+    return V(factor * x.array)
+
+
+class _Times(eqx.Module):
+    factor: float
+
+    def __call__(self, x: V, y: jax.Array, **params) -> V:
+        return _scale(self.factor, x, y)
 
 
 def _register(hints, rules, primitive="mul"):
@@ -384,13 +406,53 @@ class TestRulesThatCanNeverMatch:
         with pytest.raises(TypeError, match=rf"The rule {primitive}\(.* can never match: .*{match}"):
             ql.register(primitive, rules=ql.RuleSet())(rule)
 
-    @pytest.mark.parametrize("hint", [list, str, None, tuple[V, ...], type[V], typing.Literal["a"]])
-    def test_no_operand(self, hint):
+    @pytest.mark.parametrize(
+        ("hint", "named"),
+        [
+            (list, "list"),
+            (str, "str"),
+            (None, ""),
+            (tuple[V, ...], r"tuple\[.*V, \.\.\.\]"),
+            (type[V], r"type\[.*V\]"),
+            (typing.Literal["a"], r"Literal\['a'\]"),
+            (Sequence[V], r".*Sequence\[.*V\]"),
+            (Mapping, "Mapping"),
+            (_HasArray, "_HasArray"),
+            (_Multiplies, "_Multiplies"),
+        ],
+    )
+    def test_no_operand(self, hint, named):
         def rule(x, y, **params): ...
 
         rule.__annotations__ = {"x": V, "y": hint}
-        with pytest.raises(TypeError, match=r"mul\(V, .*\) at .* can never match: no operand `y` is of type"):
+        never = rf"mul\(V, .*\) at .* can never match: no operand `y` is of type {named}"
+        with pytest.raises(TypeError, match=never):
             ql.register("mul", rules=ql.RuleSet())(rule)
+
+    def test_protocols_name_no_class_beside_one_that_is_named(self):
+        rules = ql.RuleSet()
+
+        @ql.register("mul", rules=rules)
+        def _(x: _HasArray | V, y: _Multiplies | jax.Array, **params):
+            return x
+
+        out = ql.quaxify(jnp.multiply, rules=rules)(V(array(3)), array(3))
+        assert isinstance(out, V)
+
+        def rule(x: _HasArray, y: V, **params): ...
+
+        with pytest.raises(TypeError, match="_HasArray is only checked on instances, but classes select"):
+            ql.register("mul", rules=rules)(rule)
+
+    def test_a_parameter_that_the_primitive_lacks(self):
+        rules = ql.RuleSet()
+
+        @ql.register("dot_general", rules=rules)
+        def _(x: V, y: jax.Array, *, dimension_number, **params): ...
+
+        match = "requires `dimension_number`, which is no parameter of `dot_general`. Did you mean"
+        with pytest.raises(ql.RuleError, match=match):
+            ql.quaxify(jnp.dot, rules=rules)(V(array(3)), array(3))
 
     @pytest.mark.slow
     def test_the_number_of_operands_is_that_of_every_call(self):
@@ -424,6 +486,23 @@ class TestRulesThatCanNeverMatch:
         assert not {p: (n, met[p]) for p, n in known.items() if n is not None and met[p] != {n}}
 
 
+class TestCallables:
+    """A rule need not be a function: the annotations of the one behind it count."""
+
+    @pytest.mark.parametrize(
+        "rule", [functools.partial(_scale, 2.0), functools.partial(jax.jit(_scale), 2.0), _Times(2.0)]
+    )
+    def test_select_their_types(self, rule):
+        rules = ql.RuleSet()
+        ql.register("mul", rules=rules)(rule)
+        x = array([1.0, 2.0])
+        assert jnp.array_equal(ql.quaxify(jnp.multiply, rules=rules)(V(x), x).array, 2 * x)
+        with pytest.raises(ql.MaterialisationError, match="no rule for"), ql.on_materialise("error"):
+            ql.quaxify(jnp.multiply, rules=rules)(x, V(x))
+        (found,) = rules
+        assert __file__ in repr(found)
+
+
 class TestNames:
     @pytest.mark.parametrize(
         ("name", "primitives"),
@@ -435,11 +514,15 @@ class TestNames:
             ("equal", ["eq"]),
             ("mean", ["reduce_sum", "div"]),
             ("relu", ["max"]),
+            ("astype", ["convert_element_type"]),
+            ("while_loop", ["while"]),
+            ("matmul_p", ["dot_general"]),
+            ("jnp.multiply", ["mul"]),
         ],
     )
     def test_functions_of_jax(self, name, primitives):
         listed = " or ".join(map(repr, primitives))
-        with pytest.raises(ValueError, match=rf"called '{name}'\. Did you mean {listed}, by which `jax\.n"):
+        with pytest.raises(ValueError, match=rf"called '{name}'\. Did you mean {listed}, by which `jax\."):
             ql.register(name)
 
     @wrong_types
@@ -447,6 +530,17 @@ class TestNames:
     def test_functions_themselves(self, function):
         with pytest.raises(TypeError, match=r'Write `@quaxlike\.register\("mul"\)` above a rule'):
             ql.register(function)
+
+    @wrong_types
+    @pytest.mark.parametrize("function", [lax.dot_general, lax.scan, lax.conv_general_dilated])
+    def test_functions_named_like_their_primitive(self, function):
+        name = function.__name__
+        with pytest.raises(TypeError, match=rf'Write `@quaxlike\.register\("{name}"\)` above a rule'):
+            ql.register(function)
+
+    def test_no_names(self):
+        with pytest.raises(ValueError, match="at least one primitive; found an empty sequence"):
+            ql.register([])
 
     @wrong_types
     def test_a_rule_is_not_run(self):

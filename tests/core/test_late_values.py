@@ -36,6 +36,19 @@ def test_closed_over_by_control_flow_and_jit():
 _LATE = strict(array(np.arange(3.0)))
 
 
+def test_made_one_array_to_functions_that_take_trees():
+    late = lambda: jnp.asarray(_LATE)
+    functions = [
+        lambda y: lax.associative_scan(lax.add, late()),
+        lambda y: lax.cond(y[0] > 0, late, lambda: 1.0 * late()),
+        lambda y: lax.fori_loop(0, 2, lambda i, c: c + y, late()),
+    ]
+    for f, expected in zip(functions, ([0.0, 1.0, 3.0], [0.0, 1.0, 2.0], [2.0, 3.0, 4.0]), strict=True):
+        out = ql.quaxify(f)(jnp.ones(3))
+        assert type(out) is Strict
+        np.testing.assert_array_equal(out.array, np.array(expected))
+
+
 def _made_outside():
     """Functions that close over a Value, and that JAX traces once."""
     mul = lambda y: _LATE * y

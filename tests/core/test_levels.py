@@ -295,3 +295,32 @@ def test_what_one_level_makes_dense_is_a_value_of_another():
         assert isinstance(out, Units)
         assert out.power == 2
         np.testing.assert_array_equal(out.array, 4.0 * X**2)
+
+
+class Tripled(ql.ArrayOperators, ql.ArrayValue):
+    array: Array
+
+    def materialise(self):
+        return 3.0 * self.array
+
+
+@pytest.mark.quick("custom_vjp-scan", "custom_jvp-jit")
+@pytest.mark.parametrize("stage", ["jit", "checkpoint", "scan"])
+@pytest.mark.parametrize("function", ["relu", "custom_jvp", "custom_vjp"])
+def test_what_a_level_makes_dense_belongs_to_no_level_within(function, stage):
+    """The inner level does not dispatch on the part of a Value that the outer one makes dense, although its
+    type is among those that the inner one takes."""
+    f = FUNCTIONS[function]
+    inner = ql.quaxify(f, lambda x: isinstance(x, Tripled))
+    outer = ql.quaxify(inner, lambda x: isinstance(x, Rescaled))
+    staged = {
+        "jit": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+        "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x: f(x).sum())),
+        "scan": lambda f: jax.grad(lambda x: lax.scan(lambda c, _: (c + f(x).sum(), None), 0.0, None, 2)[0]),
+    }[stage]
+    with ql.on_materialise("allow"):
+        found = staged(outer)(Rescaled(Tripled(X[0])))
+    assert isinstance(found, Rescaled)
+    assert isinstance(found.array, Tripled)
+    expected = 6.0 * staged(f)(6.0 * X[0])
+    np.testing.assert_allclose(found.array.array, expected, rtol=1e-5)

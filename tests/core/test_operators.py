@@ -249,6 +249,7 @@ def test_what_python_asks_for():
     one = Doubled(jnp.array(1))
     assert bool(one) is True
     assert (int(one), float(one), complex(one), operator.index(one), one.item()) == (2, 2.0, 2 + 0j, 2, 2)
+    assert f"{one:.2f} {one}" == "2.00 Doubled(array=weak_i32[])"
     assert len(MATRIX) == 2
     assert [row.shape for row in MATRIX] == [(3,), (3,)]
     assert 4.0 in FLOATS

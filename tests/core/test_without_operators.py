@@ -89,7 +89,7 @@ def test_other_operators_and_methods_where_a_level_dispatches(name):
 
 
 @pytest.mark.parametrize("op", BINARY)
-@pytest.mark.parametrize("other", [X, 2.0, W], ids=["array", "number", "value"])
+@pytest.mark.parametrize("other", [X, 2.0, W, np.asarray(X)], ids=["array", "number", "value", "numpy"])
 def test_outside_operators_are_errors_that_name_the_mixin(op, other):
     for call in (lambda: op(W, other), lambda: op(other, W)):
         with pytest.raises(TypeError, match=r"Own was passed to .* outside(?s:.*)`quaxlike.ArrayOperators`"):
@@ -116,6 +116,19 @@ def test_truth(ask):
     assert ql.quaxify(lambda: ask(one))() == ask(one.materialise())
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.jit(ql.quaxify(lambda w: ask(Own(w))))(one.array)
+
+
+def test_format():
+    one = Own(jnp.array(1.25))
+    for run in (ql.quaxify(format), ql.quaxify(lambda x, spec: format(one, spec))):
+        assert run(one, ".2f") == "2.50"
+        with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="format: Own"):
+            run(one, ".2f")
+    assert f"{one}" == "Own(array=weak_f32[])"
+    with pytest.raises(TypeError, match=r"Own was passed to `format\(\.\.\., '\.2f'\)` outside"):
+        format(one, ".2f")
+    length = unitful.Unitful(jnp.array(1.25), "m")
+    assert ql.quaxify(format)(length, ".1f") == format(length, ".1f") == "1.2 m"
 
 
 def test_messages_say_how_to_compare_pytrees():

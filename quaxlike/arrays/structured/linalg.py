@@ -109,6 +109,10 @@ class Factored(ArrayValue):
     matrix: StructuredMatrix
 
     on_materialise = "error"
+    to_materialise = (
+        "The LU factors of a structured matrix have no elements: factorise `quaxlike.materialise(matrix)` to "
+        "look at them."
+    )
 
     def aval(self) -> jax.core.ShapedArray:
         return self.matrix.aval()
@@ -134,7 +138,8 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
     order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*x.batch, n))
-    return [Factored(x), order, order]
+    # A diagonal matrix is its own U, with the identity as L, so any function may read the elements.
+    return [x if isinstance(x, DiagonalMatrix) else Factored(x), order, order]
 
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])

@@ -40,6 +40,7 @@ from ..jaxprs.slots import (
     unflatten,
 )
 from ..jaxprs.unify import StructureError, convert_to, dense_as
+from ..levels import running_rule
 from ..policy import dense, on_materialise
 from ..recording import active, recording, shown_as
 from ..trace import QuaxTrace, builtin
@@ -123,7 +124,8 @@ def _custom_jvp(
             "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
             "symbolic_zeros": symbolic_zeros,
         }
-        out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+        with running_rule(trace):
+            out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -202,7 +204,8 @@ def _custom_vjp(
             "out_trees": flat_out_trees,
             "symbolic_zeros": symbolic_zeros,
         }
-        out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+        with running_rule(trace):
+            out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 

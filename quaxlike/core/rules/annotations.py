@@ -155,10 +155,9 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
             yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
     else:
         cls = plum.resolve_type_hint(hint if origin is None else origin)
-        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # nothing else can occur
-            yield jax.Array, None
-        elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
-            yield cls, None
+        if isinstance(cls, type) and _may_have_operands(cls):
+            # A subclass of `jax.Array` says no more, since nothing else counts.
+            yield (jax.Array if issubclass(cls, (jax.Array, jax.core.Tracer)) else cls), None
 
 
 def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
@@ -171,17 +170,32 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
     return value[tuple(given.get(p, p) for p in parameters)] if parameters else value
 
 
+def _may_have_operands(cls: type) -> bool:
+    """Returns whether arrays or Values may be of this class. (Of a list or a mapping, none is.)"""
+    if cls in (*_NUMBERS, object):
+        return True
+    if cls.__module__ == "collections.abc":  # those with a hook, such as Iterable, look at methods
+        return "__subclasshook__" in vars(cls)
+    return cls.__module__ != "builtins" and not is_only_for_instances(cls)
+
+
+def is_only_for_instances(cls: Any) -> bool:
+    """Returns whether `issubclass` refuses a class, such as a protocol that names attributes."""
+    try:
+        issubclass(Value, cls)
+    except TypeError:
+        return True
+    return False
+
+
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
     """Returns whether a class represents plain operands other than `jax.Array`."""
     if cls in (object, jax.Array):
         return False
-    if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):
-        return True
-    try:
-        return any(issubclass(number, cls) for number in _NUMBERS)
-    except TypeError:  # a protocol without support for issubclass
-        return False
+    return issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))) or any(
+        issubclass(number, cls) for number in _NUMBERS
+    )
 
 
 def _is_subclass(cls: Any, other: Any) -> bool:
@@ -193,8 +207,8 @@ _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
 
 def type_name(hint: Any) -> str:
     members = typing.get_args(hint)
-    if members and not isinstance(hint, type):
+    if members and typing.get_origin(hint) in (typing.Union, UnionType):
         short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
         others = [m for m in members if not short or m not in _ARRAY_LIKE]
         return " | ".join([*map(type_name, others), *short])
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    return hint.__name__ if isinstance(hint, type) and not members else str(hint).replace("typing.", "")

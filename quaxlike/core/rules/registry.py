@@ -8,7 +8,6 @@ Parsing annotations is slow, and has to import plum, so we don't do this for our
 primitive is first dispatched.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -28,9 +27,10 @@ from jaxtyping import ArrayLike
 
 from ..._checked import did_you_mean
 from .. import compat, high_level
+from ..functions import names_in, type_hints, written_function
 from ..hooks import RuleError
 from ..values import ArrayValue
-from .annotations import NO_ARRAYS, Annotation, annotation_of
+from .annotations import NO_ARRAYS, Annotation, annotation_of, is_only_for_instances
 
 if TYPE_CHECKING:
     import plum
@@ -77,11 +77,12 @@ class Rule:
     operands: dict[str, Annotation] = dataclasses.field(default_factory=dict[str, Annotation])
     varargs: Annotation | None = None  # for any further operands
     defaults: frozenset[str] = frozenset()  # operands with a default, which might be omitted
+    required: frozenset[str] = frozenset()  # parameters by keyword, without a default
 
     @property
     def written(self) -> Callable[..., Any]:
         """The function as written by its author. This might be shared by several rules."""
-        return inspect.unwrap(getattr(self.function, "written_as", self.function))
+        return written_function(getattr(self.function, "written_as", self.function))
 
     @property
     def is_ours(self) -> bool:
@@ -298,12 +299,14 @@ def register(
     if not isinstance(precedence, int):
         raise TypeError(f"register takes an integer as `precedence`; found {precedence!r}.")
     primitives = as_primitives(primitive)
+    if not primitives:
+        raise ValueError("register takes at least one primitive; found an empty sequence.")
 
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
         # Our own rules are delayed until they are needed, so that importing the package doesn't inspect any.
-        wait = (function.__module__ or "").startswith(_PACKAGE)
+        wait = (written_function(function).__module__ or "").startswith(_PACKAGE)
         with lock:
             for p in primitives:
                 if wait:
@@ -390,7 +393,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
     if name not in known:
         from ..primitive_names import function_called, primitives_of
 
-        called = function_called(primitive)
+        called = function_called(name)
         if called and (near := primitives_of(called[1])):
             hint = f" Did you mean {' or '.join(map(repr, near))}, by which `{called[0]}` is computed?"
         else:
@@ -412,7 +415,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
     first = hints.get(parameters[0].name) if parameters else None
     takes_primitive = isinstance(first, type) and issubclass(first, jexc.Primitive)
     by_position = [p for p in parameters[takes_primitive:] if p.kind <= p.VAR_POSITIONAL]
-    annotations = {p.name: annotation_of(hints.get(p.name, Any), _names_in(function)) for p in by_position}
+    annotations = {p.name: annotation_of(hints.get(p.name, Any), names_in(function)) for p in by_position}
     _check_annotations(function, [p.name for p in by_position if p.default is p.empty], hints, annotations)
     positional = [p for p in by_position if p.kind is not p.VAR_POSITIONAL]
     required = sum(p.default is p.empty for p in positional)
@@ -444,44 +447,10 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
             operands,
             more,
             frozenset(operands) & {*defaults},
+            frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty),
         )
 
     return [rule(count) for count in counts]
-
-
-def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns a function that evaluates names in quotes, as in the bound of a type variable."""
-
-    def evaluate(name: str) -> Any:
-        def quoted() -> None: ...
-
-        quoted.__annotations__ = {"it": name}
-        return type_hints(inspect.unwrap(function), quoted)["it"]
-
-    return evaluate
-
-
-def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Evaluates the annotations of a rule, which can refer to anything it closes over, e.g. a local class.
-
-    **Arguments:**
-
-    - `of`: another function whose annotations to evaluate instead, using the names visible in `function`.
-    """
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    around: dict[str, Any] = {}
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            around[name] = cell.cell_contents
-    try:
-        if of is not None:
-            return typing.get_type_hints(of, getattr(function, "__globals__", {}), around)
-        return typing.get_type_hints(function, localns=around)
-    except NameError as error:
-        raise TypeError(
-            f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
-            "rule, so their names must be importable at run time."
-        ) from error
 
 
 def _check_annotations(
@@ -498,7 +467,8 @@ def _check_annotations(
 
 
 def _place(function: Callable[..., Any]) -> str:
-    code = inspect.unwrap(function).__code__
+    function = written_function(function)
+    code = function.__code__
     return f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"
 
 
@@ -537,11 +507,26 @@ def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
         )
     for name, annotation in rule.operands.items():
         if annotation.is_impossible:
-            return (
+            why = (
                 f"no operand `{name}` is of type {annotation}. Operands are arrays, which count as "
                 "`jax.Array`, or Values."
             )
+            if isinstance(annotation.written, type) and is_only_for_instances(annotation.written):
+                why += (
+                    f" {annotation} is only checked on instances, but classes select the rule: name the "
+                    "types of Values, or a base class of theirs."
+                )
+            return why
     return None
+
+
+def check_keywords(rule: Rule, params: Collection[str]) -> None:
+    """Raises a `RuleError` if a rule requires a parameter that the primitive does not have."""
+    for missing in rule.required.difference(params):
+        raise RuleError(
+            f"The rule {rule} requires `{missing}`, which is no parameter of `{rule.primitive}`."
+            + (did_you_mean(missing, params) or f" Its parameters are: {', '.join(params) or 'none'}.")
+        )
 
 
 def check_replacement(old: Rule, new: Rule) -> None:
@@ -554,15 +539,15 @@ def check_replacement(old: Rule, new: Rule) -> None:
     # The same function has been registered again, so we don't lose any rule.
     if was is now:
         return
-    module = new.function.__module__
-    running = _running(new.written.__globals__) if old.function.__module__ == module else []
+    module = new.written.__module__
+    running = _running(new.written.__globals__) if old.written.__module__ == module else []
     beside = any(_contains(code, was) and _contains(code, now) for code in running)
     renamed = old.written.__qualname__ != new.written.__qualname__
-    if old.function.__module__ == module and not beside and not renamed:
+    if old.written.__module__ == module and not beside and not renamed:
         return
     runs_again = any(code.co_name == "<module>" for code in running)
     lenient = getattr(new.function, "may_never_match", False)
-    if old.function.__module__ != module or (runs_again and not beside) or lenient:
+    if old.written.__module__ != module or (runs_again and not beside) or lenient:
         warn_once(new, RuleWarning(f"{new} replaces {old}."))
     else:
         raise RuleError(

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -31,6 +31,7 @@ from .registry import (
     RuleError,
     RuleSet,
     RuleWarning,
+    check_keywords,
     check_operands,
     epoch,
     lock,
@@ -58,19 +59,20 @@ class Resolver:
         self.beyond: dict[Any, list[Any]] = {}  # this is filled by `rules_beyond`
         self._made_at = made_at
 
-    def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
+    def candidates(self, key: tuple[Any, ...], params: Any = None) -> list[Callable[..., Any]]:
         """Returns the rules for `key`, best first. A rule is tried if the previous one returned
         `NotImplemented`.
 
         A key consists of the primitive, followed by the class of each operand that is a Value, or None for
         any other operand.
 
-        **Raises:** `TypeError` if a rule has one of the primitive's `params` as a positional parameter.
+        **Raises:** `TypeError` if a rule has one of the primitive's `params` as a positional parameter, or
+        `RuleError` if it requires a keyword that isn't amongst them.
         """
         require_stack_depth()
         primitive, *types = key
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
-            check_operands(rule, params)
+            check_operands(rule, params or ())
         operands = signature_of(jax.Array if t is None else t for t in types)
         # A type might determine separately for each instance whether rules apply. We only check this for such
         # types, as it requires a function call for every operand.
@@ -85,6 +87,9 @@ class Resolver:
         # can override anything in their own rule sets.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
+            if params is not None:
+                for rule in matching:
+                    check_keywords(rule, params)
             if any(map(depends_on_operands, matching)):
                 found.append(RulesByOperands(operands, matching, checked))
             else:

@@ -11,22 +11,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...files.errors import file_error
-from ..families import Family, Layout
+from ..families import Family, TensorLayout
 
 
-def layout_of(tensor: str, family: Family | None) -> Layout:
+def layout_of(tensor: str, family: Family | None) -> TensorLayout:
     """Returns the layout of a tensor, by its name in llama.cpp."""
     own = family.gguf if family else None
     if family is None or own is None:
-        return Layout()
+        return TensorLayout()
     inner = tensor.split(".", 2)[-1] if tensor.startswith("blk.") else tensor
     if inner in own.layouts:
         return own.layouts[inner]
     if inner == "ffn_gate_inp_shexp.weight":
-        return Layout(is_row=True)
+        return TensorLayout(is_row=True)
     if own.permuted and inner in _ROTATED:
-        return Layout(rows=_ROTATED[inner])
-    return Layout(numbers="offset") if family.norm_offset and inner.endswith("norm.weight") else Layout()
+        return TensorLayout(rows=_ROTATED[inner])
+    return (
+        TensorLayout(numbers="offset")
+        if family.norm_offset and inner.endswith("norm.weight")
+        else TensorLayout()
+    )
 
 
 _ROTATED = {f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in ("weight", "bias")}

@@ -164,7 +164,7 @@ def _padded(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % _ALIGNMENT)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor, and how it is made from an array.
 
     **Attributes:**
@@ -184,18 +184,18 @@ class Part(NamedTuple):
     function: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[Part]:
+def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[TensorPart]:
     """Yields the tensors for an array. Errors name `path`."""
     family, shape = family_of(metadata), value.shape
     if family is None or not shape:
-        yield Part(llama_cpp_name(name, family))
+        yield TensorPart(llama_cpp_name(name, family))
         return
     cuts = expert_slices(name, len(shape), family.interleaved)
     if order := joined_by(name, family):
         rows = orders(path, name, order, shape[0], metadata)
-        yield from (Part(x, rows=own) for x, own in zip(tensors_of(name, family), rows, strict=True))
+        yield from (TensorPart(x, rows=own) for x, own in zip(tensors_of(name, family), rows, strict=True))
     elif cuts:
-        yield from (Part(x, cut) for x, cut in zip(tensors_of(name, family), cuts, strict=True))
+        yield from (TensorPart(x, cut) for x, cut in zip(tensors_of(name, family), cuts, strict=True))
     else:
         tensor = llama_cpp_name(name, family)
         layout, offset = layout_of(tensor, family), family.norm_offset
@@ -203,14 +203,14 @@ def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> 
         columns = order_of(path, name, layout.columns, shape[-1], metadata)
         written = FUNCTIONS[layout.numbers].written
         function = (lambda x: written(x, offset)) if layout.numbers else None
-        yield Part(tensor, None, rows, columns, layout.squeezed and len(shape) == 3, function)
+        yield TensorPart(tensor, None, rows, columns, layout.squeezed and len(shape) == 3, function)
 
 
 def _tensor(
     path: Path,
     name: str,
     value: Any,
-    part: Part,
+    part: TensorPart,
     mixture: Mixture | None,
     outputs: Collection[str],
 ) -> _WrittenTensor:
@@ -239,7 +239,7 @@ def _tensor(
 
 
 def _kind(
-    path: Path, name: str, value: Any, part: Part, mixture: Mixture | None, outputs: Collection[str]
+    path: Path, name: str, value: Any, part: TensorPart, mixture: Mixture | None, outputs: Collection[str]
 ) -> str:
     out = part.tensor
     own = next((kind for kind in _KINDS if _is_stored(value, kind, part.columns)), None)
