@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from .._checked import checked
+from ..arrays.quantized import AbstractQuantizedArray
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
@@ -26,7 +27,7 @@ from ..files.json_text import read_json_file
 from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.reading import RowReader, read_onto
-from ..surgery.quantize import quantizers
+from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -72,6 +73,7 @@ def load(
     quantize: str | Mapping[str, Any] | None = None,
     head: bool = False,
     dtype: DTypeLike | None = None,
+    compute: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -95,6 +97,9 @@ def load(
         [`quaxlike.quantize`][]. A head that is already quantised stays so. Default: False.
     - `dtype`: the dtype to compute in, such as `"bfloat16"`. Quantised weights then stand for arrays of this
         dtype. Default: as above.
+    - `compute`: `"int8"` for products with quantised weights, on a CPU, that round their inputs to 8 bits in
+        blocks of 32, as llama.cpp does. Needs the [compiled products](kernels.md#products-on-cpus). Default:
+        inputs are not rounded.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]; weights are quantised while they are read. The
         default for `sharding` also looks at layer classes, like [`quaxlike.lm.tensor_parallel`][].
 
@@ -106,7 +111,8 @@ def load(
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` if a tensor is missing, superfluous, has the wrong shape, or has
     a dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
-    weight or has no mesh, and for `head` without `quantize`.
+    weight or has no mesh, for `head` without `quantize`, and for a `compute` that a weight's format does not have,
+    or without quantised weights.
 
     !!! example
 
@@ -136,6 +142,8 @@ def load(
         """Converts a weight, or some of its rows, to the array in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+        if compute is not None and isinstance(leaf, AbstractQuantizedArray):
+            leaf = _computed(name, leaf, compute)
         return leaf if dtype is None else leaf.astype(dtype)
 
     def replicated(name: str, leaf: Any) -> None:
@@ -153,7 +161,16 @@ def load(
         rows = _rows_of(name, files, tuple(arrays[name].shape), weights, directory)
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
+    if compute is not None and not is_quantised(loaded):
+        raise ValueError(f"compute={compute!r} is of products with quantised weights; the model has none.")
     return replace(skeleton, loaded), config
+
+
+def _computed(name: str, w: AbstractQuantizedArray, compute: str) -> AbstractQuantizedArray:
+    try:
+        return dataclasses.replace(w, compute=compute)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @checked

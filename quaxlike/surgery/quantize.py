@@ -95,7 +95,7 @@ def quantize(
     - `head`: whether to quantise the output layer (`lm_head`) too, which `"all-linear"` leaves out. If it is
         tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
-        `train_scales`. Without `axis`, blocks run along the inputs.
+        `train_scales`, `compute`. Without `axis`, blocks run along the inputs.
 
     **Returns:**
 

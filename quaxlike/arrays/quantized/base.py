@@ -40,6 +40,7 @@ from ...kernels.block_matmul import (
     block_matmul,
     dense_scales,
     join,
+    rounds,
 )
 from ...kernels.block_matmul.reference import times_adapters
 from ...kernels.code_matmul import ACTIVATIONS, code_matmul
@@ -78,6 +79,10 @@ class AbstractQuantizedArray(GradientsArray):
         numbers are clipped. None: the maximum of each row.
     - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
         products of codes.
+    - `compute`: `"int8"`: a product on a CPU rounds its other operand to 8 bits, in blocks of 32 with a scale
+        each, and multiplies bytes, as llama.cpp does. Gradients are those of the product that does not
+        round (straight-through), and such products themselves are not rounded; neither are those that
+        contract another axis than the one along which blocks run. None: the other operand is not rounded.
     """
 
     on_materialise = "warn"
@@ -94,6 +99,7 @@ class AbstractQuantizedArray(GradientsArray):
     activations: str | None = eqx.field(static=True, default=None, kw_only=True)
     input_limit: float | None = eqx.field(static=True, default=None, kw_only=True)
     rounds_gradients: bool = eqx.field(static=True, default=False, kw_only=True)
+    compute: str | None = eqx.field(static=True, default=None, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
     """The format of codes and scales."""
@@ -117,6 +123,7 @@ class AbstractQuantizedArray(GradientsArray):
         stacked: int = 0,
         train_scales: bool = False,
         importance: ArrayLike | None = None,
+        compute: str | None = None,
     ) -> _Q:
         """Quantises an array, block by block, to the nearest codes.
 
@@ -139,12 +146,14 @@ class AbstractQuantizedArray(GradientsArray):
         - `importance`: weights for squared errors along `axis`, for codecs that search for scales. For a
             layer's weight, use the mean squares of its inputs (llama.cpp's importance matrix). Pass a vector,
             or one per array in a stack. Default: all equal.
+        - `compute`: `"int8"` for products on a CPU that round the other operand to 8 bits, as described above.
+            Default: it is not rounded.
 
         **Returns:** `x`, rounded, with the same shape and dtype.
 
         **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
         other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
-        search for scales. `TypeError` if `x` is not floating-point.
+        search for scales; for a `compute` that the codec does not have. `TypeError` if `x` is not floating-point.
 
         !!! example
 
@@ -173,7 +182,8 @@ class AbstractQuantizedArray(GradientsArray):
         weights = check_importance(cls, importance, chosen, stored.shape, stacked)
         codes, scale = cls._encode(rows, chosen, block, double_quant, None, weights)
         gradients = trained_if(train_scales)
-        out = cls(codes, scale, block, inner, logical_dtype=dtype, gradients=gradients, **own)
+        options: Any = {"logical_dtype": dtype, "gradients": gradients, "compute": compute}
+        out = cls(codes, scale, block, inner, **options, **own)
         return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(
@@ -186,6 +196,7 @@ class AbstractQuantizedArray(GradientsArray):
     def __check_init__(self) -> None:
         self.check_leaves()
         self._check_activations()
+        self._check_compute()
         if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
@@ -239,6 +250,21 @@ class AbstractQuantizedArray(GradientsArray):
             raise ValueError(
                 f"Products with activations in 8 bits take one scale for each output and no block_size; "
                 f"found blocks of {self.block_size}."
+            )
+
+    def _check_compute(self) -> None:
+        if self.compute is None:
+            return
+        if self.compute != "int8":
+            raise ValueError(f"compute must be 'int8' or None; found {self.compute!r}.")
+        if self.activations is not None:
+            raise ValueError(
+                "`activations` and `compute` each say how the other operand is rounded: leave one out."
+            )
+        if not rounds(self.codec):
+            raise ValueError(
+                f"compute='int8' takes codes that bytes can hold: integers, or tables of at most 16 values; "
+                f"found {type(self).__name__} of {self.codec.name}."
             )
 
     @property
@@ -502,6 +528,11 @@ class AbstractQuantizedArray(GradientsArray):
         found = self._for_kernels(parts, shape)
         if found is None:
             # The matrix's rows are parts of rows of codes. This does not occur for weights in models.
+            if self.compute is not None:
+                raise ValueError(
+                    f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of codes "
+                    f"of shape {codes.shape}. Leave `compute` out."
+                )
             leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
             dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
             y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
@@ -526,6 +557,7 @@ class AbstractQuantizedArray(GradientsArray):
                 t, b = low_rank
                 y += times_adapters(t, b, y.dtype)
             return y.astype(out_dtype)
+        params["compute"] = None if transpose else self.compute
         y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
