@@ -57,9 +57,16 @@ def _token(
     ]  # fmt: skip
 
 
+#: How a GGUF model computes, and what its tokens should take beside llama.cpp at most.
+_FORMS: tuple[tuple[str, dict[str, str], float], ...] = (
+    ("", {}, 1.3),
+    (" in bfloat16", {"dtype": "bfloat16"}, 1.3),
+    (" in int8", {"compute": "int8"}, 1.0),
+)
 _PRODUCT = (
-    "llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in bfloat16, each "
-    "of which is multiplied; on several cores its threads spin from one product to the next, and ours sleep"
+    "llama.cpp rounds the inputs of a product to 8 bits, as ours does in int8; otherwise they are three "
+    "bytes, or two in bfloat16, each of which is multiplied; on several cores its threads spin from one "
+    "product to the next, and ours sleep"
 )
 _STEP = "products of many rows in bfloat16 are left to XLA's library"
 
@@ -73,7 +80,10 @@ ROWS: tuple[Row, ...] = (
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
-        Row(f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options, of_ours, why=why)
+        Row(
+            f"GGUF {kind}{form}, a token", "llama.cpp", "token", "llama_token", limit, options, of_ours,
+            why=why,
+        )
         for kind, options, why in (
             *((kind, {"file": kind}, _PRODUCT) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
             (
@@ -81,16 +91,16 @@ ROWS: tuple[Row, ...] = (
                 f"{_PRODUCT}; its cache of keys and values is float16, here of the model's dtype",
             ),
         )
-        for name, of_ours in ((kind, {}), (f"{kind} in bfloat16", {"dtype": "bfloat16"}))
+        for form, of_ours, limit in _FORMS
     ),
     *(
         Row(
             f"GGUF {kind}{form}, a prompt of {length}", "llama.cpp", "prefill", "llama_prefill", 0.9,
             {"file": kind, "length": length}, of_ours, why=_PRODUCT,
         )
-        for length in (128, 512)
+        for length in (8, 128, 512)
         for kind in GGUF
-        for form, of_ours in (("", {}), (" in bfloat16", {"dtype": "bfloat16"}))
+        for form, of_ours, _ in _FORMS
     ),
     Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
     Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),

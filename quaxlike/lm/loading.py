@@ -111,8 +111,8 @@ def load(
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` if a tensor is missing, superfluous, has the wrong shape, or has
     a dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
-    weight or has no mesh, for `head` without `quantize`, and for a `compute` that a weight's format does not have,
-    or without quantised weights.
+    weight or has no mesh, for `head` without `quantize`, and for a `compute` that a weight's format does not
+    have, or without quantised weights.
 
     !!! example
 

@@ -40,13 +40,13 @@ from ...kernels.block_matmul import (
     block_matmul,
     dense_scales,
     join,
-    rounds,
 )
 from ...kernels.block_matmul.reference import times_adapters
-from ...kernels.code_matmul import ACTIVATIONS, code_matmul
+from ...kernels.code_matmul import code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
 from ..gradients import Gradients, GradientsArray, strongest, switch, trained_if
+from .rounding import check_rounding
 from .scales import BlockScales, as_floating, check_block_size, check_importance, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
@@ -146,14 +146,15 @@ class AbstractQuantizedArray(GradientsArray):
         - `importance`: weights for squared errors along `axis`, for codecs that search for scales. For a
             layer's weight, use the mean squares of its inputs (llama.cpp's importance matrix). Pass a vector,
             or one per array in a stack. Default: all equal.
-        - `compute`: `"int8"` for products on a CPU that round the other operand to 8 bits, as described above.
-            Default: it is not rounded.
+        - `compute`: `"int8"` for products on a CPU that round the other operand, as described above. Default:
+            it is not rounded.
 
         **Returns:** `x`, rounded, with the same shape and dtype.
 
         **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
         other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
-        search for scales; for a `compute` that the codec does not have. `TypeError` if `x` is not floating-point.
+        search for scales; for a `compute` that the codec does not have. `TypeError` if `x` is not
+        floating-point.
 
         !!! example
 
@@ -195,8 +196,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     def __check_init__(self) -> None:
         self.check_leaves()
-        self._check_activations()
-        self._check_compute()
+        check_rounding(self)
         if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
@@ -227,45 +227,6 @@ class AbstractQuantizedArray(GradientsArray):
         wanted = (*self.codes.shape[:-1], count)
         if self.order is not None and self.order.shape != wanted:
             raise ValueError(f"{self._description} takes order of shape {wanted}; found {self.order.shape}.")
-
-    def _check_activations(self) -> None:
-        if self.activations is None:
-            if self.input_limit is not None or self.rounds_gradients:
-                raise ValueError(
-                    "input_limit and rounds_gradients are of products with `activations` in 8 bits, which "
-                    "this array does not have."
-                )
-            return
-        if self.input_limit is not None and not 0 < self.input_limit < float("inf"):
-            raise ValueError(f"input_limit must be a positive number; found {self.input_limit}.")
-        codes = {"int8": "signed", "fp8": "e4m3"}.get(self.activations)
-        codec, plain = self.codec, not isinstance(self.scale, NestedScales) and self.order is None
-        if codec.codes != codes or codec.scales != "float" or codec.zeros or not plain:
-            raise ValueError(
-                f"Products with activations in {' or '.join(ACTIVATIONS)} take a weight of the same codes, "
-                f"of the scheme 'int8' or 'fp8'; found activations {self.activations!r} and "
-                f"{type(self).__name__} of {codec.name}."
-            )
-        if self.block_size is not None:
-            raise ValueError(
-                f"Products with activations in 8 bits take one scale for each output and no block_size; "
-                f"found blocks of {self.block_size}."
-            )
-
-    def _check_compute(self) -> None:
-        if self.compute is None:
-            return
-        if self.compute != "int8":
-            raise ValueError(f"compute must be 'int8' or None; found {self.compute!r}.")
-        if self.activations is not None:
-            raise ValueError(
-                "`activations` and `compute` each say how the other operand is rounded: leave one out."
-            )
-        if not rounds(self.codec):
-            raise ValueError(
-                f"compute='int8' takes codes that bytes can hold: integers, or tables of at most 16 values; "
-                f"found {type(self).__name__} of {self.codec.name}."
-            )
 
     @property
     def _description(self) -> str:
@@ -530,8 +491,8 @@ class AbstractQuantizedArray(GradientsArray):
             # The matrix's rows are parts of rows of codes. This does not occur for weights in models.
             if self.compute is not None:
                 raise ValueError(
-                    f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of codes "
-                    f"of shape {codes.shape}. Leave `compute` out."
+                    f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
+                    f"codes of shape {codes.shape}. Leave `compute` out."
                 )
             leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
             dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)

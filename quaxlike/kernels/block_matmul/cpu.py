@@ -55,8 +55,8 @@ def choose_rounded(
         return choice
     if not isinstance(decode, Nibbles) and not rounds(decode.codec):
         return f"bytes do not hold the values of {decode.codec.name}"
-    how = f"inputs are rounded to 8 bits in blocks of 32, and multiplied by codes as bytes, by {library.rounding}"
-    return Choice("native", how, _multiply_rounded)
+    how = "inputs are rounded to 8 bits in blocks of 32, and multiplied by codes as bytes, by"
+    return Choice("native", f"{how} {library.rounding}", _multiply_rounded)
 
 
 def rounds(codec: Codec) -> bool:

@@ -55,8 +55,8 @@ class Product:
     - `scales`: `"float"` in any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"` and
         `"e8m0_half"` (half of this).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
-    - `compute`: `"int8"` if `x` is rounded to 8 bits, in blocks of 32 along `K` with a float32 scale each; None
-        if it is not rounded. Derivatives are those of the product that does not round.
+    - `compute`: `"int8"` if `x` is rounded to 8 bits, in blocks of 32 along `K` with a float32 scale each;
+        None if it is not rounded. Derivatives are those of the product that does not round.
     """
 
     shape: tuple[int, int]
@@ -97,9 +97,7 @@ class Product:
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
         """Returns the other contraction with the same weight, which does not round."""
-        return dataclasses.replace(
-            self, transpose=not self.transpose, out_dtype=out_dtype, compute=None
-        )
+        return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype, compute=None)
 
     def unrounded(self) -> "Product":
         return dataclasses.replace(self, compute=None)

@@ -29,6 +29,10 @@ from ..._checked import checked
 _SOURCES = sorted(source for ending in ("*.cc", "*.h") for source in Path(__file__).parent.glob(ending))
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
+_FUNCTIONS = (
+    *("multiply", "multiply_rounded", "multiply_dense", "multiply_stacked"),
+    *("decode", "csr_multiply"),
+)
 PACKAGE = "quaxlike_cpu"
 _COMMAND = "`python -m quaxlike.kernels.native`"
 
@@ -75,7 +79,7 @@ def library() -> Library | str:
         elif (path := installed_path()) is None:
             return f"the native products are not compiled; {_COMMAND} does it"
         loaded = ctypes.CDLL(str(path))
-        for name in ("multiply", "multiply_rounded", "multiply_dense", "multiply_stacked", "decode", "csr_multiply"):
+        for name in _FUNCTIONS:
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
     except (NativeError, OSError, RuntimeError) as error:  # a RuntimeError from XLA, for another FFI version

@@ -57,11 +57,9 @@ constexpr int kTile = 4 * kLanes;  // bytes: four columns of a tile
 constexpr int kMost = QL_SET == AVX512 ? 8 : 4;  // rows of x at once, as registers hold sums
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;   // bits of the second byte of a value
 // Products of bytes are added in pairs of 16 bits by AVX2, so larger codes are signed bytes there.
-QL_BYTES_INLINE bool has_signed(const Weight& w, const Codes& codes) {
+static bool has_signed(const Weight& w, const Codes& codes) {
   return QL_SET == AVX2 && (w.format.bits == 8 || codes.looked_up);
 }
-// How many products of codes with `bits` bits AVX2 may add in 16 bits, before they are widened; one of signed bytes.
-constexpr int summed(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
 #if QL_SET == PLAIN
 QL_BYTES_INLINE I nearest(F v) {
@@ -77,8 +75,8 @@ QL_BYTES_INLINE float most_of(F v) {
 QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at) {
   for (int k = 0; k < kUnit; k++) at[k] = unit[(k / 16 * 16 + columns[k % 16]) / kLanes][columns[k % 16] % kLanes];
 }
-template <int B, int Q, int M>
-QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d, bool) {
+template <int G, int Q, int M>
+QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d) {
   for (int q = 0; q < Q; q++) {
     const U word = load<U>(codes + q * kTile);
     QL_UNROLL for (int i = 0; i < M; i++)
@@ -92,9 +90,9 @@ QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at
   const __m256i bytes = _mm256_shuffle_epi8(integers::narrowed(unit), _mm256_broadcastsi128_si256(some(columns)));
   _mm256_storeu_si256((__m256i*)at, bytes);
 }
-// Adds the products of 4 * Q columns of a tile and of M rows of x.
-template <int B, int Q, int M>
-QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d, bool is_signed) {
+// Adds the products of 4 * Q columns of a tile and of M rows of x. AVX2 adds G of them in 16 bits; one, of signed bytes.
+template <int G, int Q, int M>
+QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d) {
 #if QL_SET == AVX512
   QL_UNROLL for (int q = 0; q < Q; q++) {
     const Bytes word = read(codes + q * kTile);
@@ -103,8 +101,7 @@ QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (
   }
 #else
   const __m256i ones = _mm256_set1_epi16(1);
-  constexpr int G = std::min(summed(B), Q);
-  if (is_signed) {
+  if constexpr (G == 1) {
     QL_UNROLL for (int q = 0; q < Q; q++) {
       const Bytes word = read(codes + q * kTile), size = _mm256_abs_epi8(word);
       QL_UNROLL for (int i = 0; i < M; i++) {
@@ -112,11 +109,9 @@ QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (
         sums[i][d] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), ones);
       }
     }
-    return;
-  }
-  QL_UNROLL for (int first = 0; first < Q; first += G) {
+  } else QL_UNROLL for (int first = 0; first < Q; first += G) {
     __m256i narrow[M];
-    QL_UNROLL for (int q = first; q < first + G; q++) {
+    QL_UNROLL for (int q = first; q < std::min(first + G, Q); q++) {
       const Bytes word = read(codes + q * kTile);
       QL_UNROLL for (int i = 0; i < M; i++) {
         const __m256i two = _mm256_maddubs_epi16(word, _mm256_set1_epi32(load<int32_t>(digits[i] + 4 * q)));
@@ -240,38 +235,33 @@ struct Tile {
   const float *scale, *offset;  // of each run, the latter if any; one lane after the other
   int64_t first, count;
 };
-template <int B, int P, bool FINE, int M>
-QL_BYTES static void tile(const Weight& w, const Codes& codes, const Tile& t, const Digits& x, int64_t m, Result y) {
+template <int G, int P, bool FINE, int M>
+QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64_t m, Result y) {
   const int64_t plane = x.stride * kLanes;
-  const bool is_signed = (B == 8 || B <= 4) && has_signed(w, codes);
   int64_t rows[M];
   F sums[M] = {};
   QL_UNROLL for (int i = 0; i < M; i++) rows[i] = std::min(m + i, x.rows - 1);
-  const auto add = [&](bool is_signed) QL_BYTES_LAMBDA {
-    for (int64_t p = 0, run = 0; p < x.parts; run++) {
-      const F scale = load<F>(t.scale + run * kLanes);
-      if (t.offset) {
-        const F offset = load<F>(t.offset + run * kLanes);
-        QL_UNROLL for (int i = 0; i < M; i++) sums[i] += offset * all(x.sum[rows[i] * w.runs + run]);
+  for (int64_t p = 0, run = 0; p < x.parts; run++) {
+    const F scale = load<F>(t.scale + run * kLanes);
+    if (t.offset) {
+      const F offset = load<F>(t.offset + run * kLanes);
+      QL_UNROLL for (int i = 0; i < M; i++) sums[i] += offset * all(x.sum[rows[i] * w.runs + run]);
+    }
+    for (const int64_t stop = std::min(p + x.of_run, x.parts); p < stop; p++) {
+      I of[M][2];
+      const int8_t* digits[M];
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        of[i][0] = x.bias[rows[i] * x.parts + p] - I{}, of[i][1] = I{};
+        digits[i] = &x.of[rows[i] * x.stride + p * P];
       }
-      for (const int64_t stop = std::min(p + x.of_run, x.parts); p < stop; p++) {
-        I of[M][2];
-        const int8_t* digits[M];
-        QL_UNROLL for (int i = 0; i < M; i++) {
-          of[i][0] = x.bias[rows[i] * x.parts + p] - I{}, of[i][1] = I{};
-          digits[i] = &x.of[rows[i] * x.stride + p * P];
-        }
-        QL_UNROLL for (int d = 0; d <= FINE; d++) dots<B, P / 4, M>(t.bytes + d * plane + p * P * kLanes, digits, of, d, is_signed);
-        QL_UNROLL for (int i = 0; i < M; i++) {
-          F sum = __builtin_convertvector(of[i][0], F);
-          if (FINE) sum += __builtin_convertvector(of[i][1], F) * (1.f / (1 << kShift));
-          sums[i] += sum * (scale * all(x.scale[rows[i] * x.units() + p * P / kUnit]));
-        }
+      QL_UNROLL for (int d = 0; d <= FINE; d++) dots<G, P / 4, M>(t.bytes + d * plane + p * P * kLanes, digits, of, d);
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        F sum = __builtin_convertvector(of[i][0], F);
+        if (FINE) sum += __builtin_convertvector(of[i][1], F) * (1.f / (1 << kShift));
+        sums[i] += sum * (scale * all(x.scale[rows[i] * x.units() + p * P / kUnit]));
       }
     }
-  };
-  if (is_signed) add(true);
-  else add(false);
+  }
   for (int i = 0; i < M && m + i < x.rows; i++) {
     const int64_t at = (m + i) * y.stride + t.first;
     if (t.count < kLanes) for (int64_t r = 0; r < t.count; r++) put(y, m + i, t.first + r, sums[i][r]);
@@ -279,8 +269,9 @@ QL_BYTES static void tile(const Weight& w, const Codes& codes, const Tile& t, co
     else store(static_cast<float*>(y.data) + at, sums[i]);
   }
 }
-template <int B, int P, bool FINE>
+template <int G, int P, bool FINE>
 QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  constexpr decltype(&unpack_tile<8>) unpacks[] = {unpack_tile<2>, unpack_tile<3>, unpack_tile<4>, unpack_tile<5>, unpack_tile<6>, nullptr, unpack_tile<8>};
   const bool offset = w.format.zeros != kNone || w.outer_zero.count;
   // Several tiles, as the second cache holds them: each row of x is read once for all of them.
   const int64_t size = x.stride * kLanes * (1 + FINE), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
@@ -293,7 +284,7 @@ QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digit
     for (; n < end && count < tiles; n += kLanes, count++) {
       float *scale = scales + count * 2 * w.runs * kLanes, *offsets = scale + w.runs * kLanes;
       all[count] = {bytes + count * size, scale, offset ? offsets : nullptr, n, std::min<int64_t>(kLanes, end - n)};
-      unpack_tile<B>(w, codes, n, all[count].count, bytes + count * size);
+      unpacks[w.format.bits - 2](w, codes, n, all[count].count, bytes + count * size);
       scales_of(w, n, all[count].count, s);
       for (int64_t r = 0; r < kLanes; r++) {
         const int64_t first = std::min(r, all[count].count - 1) * w.runs;
@@ -304,17 +295,23 @@ QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digit
     for (int64_t m = 0; m < x.rows; m += kMost)
       for (int i = 0; i < count; i++) {
         const int64_t left = x.rows - m;
-        (left == 1 ? tile<B, P, FINE, 1> : left <= kMost / 2 ? tile<B, P, FINE, kMost / 2> : tile<B, P, FINE, kMost>)(w, codes, all[i], x, m, y);
+        (left == 1 ? tile<G, P, FINE, 1> : left <= kMost / 2 ? tile<G, P, FINE, kMost / 2> : tile<G, P, FINE, kMost>)(w, all[i], x, m, y);
       }
   }
 }
-template <int B> QL_BYTES static void product_in(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
-  if constexpr (B <= 4) if (codes.fine) return (x.part == 16 ? product_of<B, 16, true> : product_of<B, 32, true>)(w, codes, x, y, begin, end);
-  (x.part == 16 ? product_of<B, 16, false> : product_of<B, 32, false>)(w, codes, x, y, begin, end);
+template <int G, bool FINE>
+static void product_in(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  (x.part == 16 ? product_of<G, 16, FINE> : product_of<G, 32, FINE>)(w, codes, x, y, begin, end);
 }
 static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
-  constexpr decltype(&product) each[] = {product_in<2>, product_in<3>, product_in<4>, product_in<5>, product_in<6>, nullptr, product_in<8>};
-  each[w.format.bits - 2](w, codes, x, y, begin, end);
+  if (codes.fine) return product_in<1, true>(w, codes, x, y, begin, end);
+  // Sums of G products of codes with so many bits stay below 2^15.
+  if constexpr (QL_SET == AVX2) {
+    if (!has_signed(w, codes) && w.format.bits <= 4) return product_in<8, false>(w, codes, x, y, begin, end);
+    if (w.format.bits == 5) return product_in<4, false>(w, codes, x, y, begin, end);
+    if (w.format.bits == 6) return product_in<2, false>(w, codes, x, y, begin, end);
+  }
+  product_in<1, false>(w, codes, x, y, begin, end);
 }
 constexpr Functions functions = {QL_SET == AVX512 ? "VNNI" : QL_STRING(QL_NAME), kShift, round, product};
 }  // namespace rounded
