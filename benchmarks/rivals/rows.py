@@ -68,8 +68,8 @@ _PRODUCT = (
     "of which is multiplied; on several cores its threads spin from one product to the next, and ours sleep"
 )
 _ROUNDED = (
-    "products round as llama.cpp's do, but are about half of a token's time: what XLA runs between them is the "
-    "rest; and a prompt is filled up to at least 16 tokens"
+    "products round as llama.cpp's do, but are about half of a token's time: what XLA runs between them is "
+    "the rest; and a prompt is filled up to at least 16 tokens"
 )
 _STEP = "products of many rows in bfloat16 are left to XLA's library"
 
