@@ -98,7 +98,7 @@ def load(
     - `dtype`: the dtype to compute in, such as `"bfloat16"`. Quantised weights then stand for arrays of this
         dtype. Default: as above.
     - `compute`: `"int8"` for products with quantised weights, on a CPU, that round their inputs to 8 bits in
-        blocks of 32, as llama.cpp does. Needs the [compiled products](kernels.md#products-on-cpus). Default:
+        blocks of 32, as llama.cpp does. These are compiled by [`quaxlike.kernels.native.build`][]. Default:
         inputs are not rounded.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]; weights are quantised while they are read. The
         default for `sharding` also looks at layer classes, like [`quaxlike.lm.tensor_parallel`][].
