@@ -28,17 +28,19 @@ from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
 Run = Callable[[], float]
 
 
-def _load(path: pathlib.Path, quantize: str | None, head: bool = False, dtype: str | None = None) -> Any:
+def _load(path: pathlib.Path, quantize: str | None, head: bool = False, **options: Any) -> Any:
     kernels.native.prepare(print)
-    return ql.lm.load(path, quantize=quantize, head=head, dtype=dtype)[0]
+    return ql.lm.load(path, quantize=quantize, head=head, **options)[0]
 
 
 def token(
     folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str | None = None,
     quantize: str | None = None, head: bool = False, file: str | None = None, length: int | None = None,
+    compute: str | None = None,
 ) -> Run:  # fmt: skip
     """The median time of a token, after the first two, of a text of `length` tokens."""
-    model = _load(folder if file is None else gguf(folder, file), quantize, head, dtype)
+    path = folder if file is None else gguf(folder, file)
+    model = _load(path, quantize, head, dtype=dtype, compute=compute)
 
     def run() -> float:
         times: list[float] = []
@@ -52,10 +54,11 @@ def token(
 
 def prefill(
     folder: pathlib.Path, size: Size, cores: int, *, length: int = 128, dtype: str | None = None,
-    quantize: str | None = None, file: str | None = None,
+    quantize: str | None = None, file: str | None = None, compute: str | None = None,
 ) -> Run:  # fmt: skip
     """The time of the first token after a text of `length` tokens."""
-    model = _load(folder if file is None else gguf(folder, file), quantize, dtype=dtype)
+    path = folder if file is None else gguf(folder, file)
+    model = _load(path, quantize, dtype=dtype, compute=compute)
     prompt = ids(size, 1, length)
     run = lambda: _seconds(lambda: generate(model, prompt, max_new_tokens=1))
     run()

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from .._checked import checked
+from ..arrays.quantized import AbstractQuantizedArray
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
@@ -26,7 +27,7 @@ from ..files.json_text import read_json_file
 from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.reading import RowReader, read_onto
-from ..surgery.quantize import quantizers
+from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -72,6 +73,7 @@ def load(
     quantize: str | Mapping[str, Any] | None = None,
     head: bool = False,
     dtype: DTypeLike | None = None,
+    compute: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -96,6 +98,9 @@ def load(
         [`quaxlike.quantize`][]. This has no effect if the head is already quantised. Defaults to False.
     - `dtype`: the dtype to compute in, such as `"bfloat16"`, which is then also the logical dtype of
         quantised weights. Defaults to the above.
+    - `compute`: if this is `"int8"` then products with quantised weights on a CPU round their inputs to 8
+        bits, in blocks of 32, as llama.cpp does. You can compile these with
+        [`quaxlike.kernels.native.build`][]. By default, inputs aren't rounded.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
@@ -107,7 +112,8 @@ def load(
     **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
     an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
     has a dtype that can't be used for computation. `ValueError` if `dtype` is such a dtype, if `sharding` is
-    passed without a mesh or doesn't fit a weight, or if `head` is passed without `quantize`.
+    passed without a mesh or doesn't fit a weight, if `head` is passed without `quantize`, or if `compute` is
+    passed without any quantised weights or for a format that doesn't support it.
 
     !!! example
 
@@ -137,6 +143,8 @@ def load(
         """Converts a weight (or just some of its rows) to the array that is used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+        if compute is not None and isinstance(leaf, AbstractQuantizedArray):
+            leaf = _computed(name, leaf, compute)
         return leaf if dtype is None else leaf.astype(dtype)
 
     def replicated(name: str, leaf: Any) -> None:
@@ -154,7 +162,16 @@ def load(
         rows = _rows_of(name, files, tuple(arrays[name].shape), weights, directory)
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
+    if compute is not None and not is_quantised(loaded):
+        raise ValueError(f"compute={compute!r} is of products with quantised weights; the model has none.")
     return replace(skeleton, loaded), config
+
+
+def _computed(name: str, w: AbstractQuantizedArray, compute: str) -> AbstractQuantizedArray:
+    try:
+        return dataclasses.replace(w, compute=compute)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @checked

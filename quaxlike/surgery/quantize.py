@@ -102,7 +102,7 @@ def quantize(
     - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
         it is tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the `quantize` method of the type: `block_size`, `double_quant`, `axis`,
-        `stacked`, `train_scales`. By default, blocks run along the input axes.
+        `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes.
 
     **Returns:**
 

@@ -83,10 +83,13 @@ def test_what_shows_a_rivals_weakness_stands_apart(monkeypatch, tmp_path):
 def test_prompts_are_compared_in_each_form_of_gguf():
     prompts = [row for row in ROWS if ", a prompt of " in row.name]
     assert {(row.options["file"], row.options["length"]) for row in prompts} == {
-        (kind, length) for kind in files.GGUF for length in (128, 512)
+        (kind, length) for kind in files.GGUF for length in (8, 128, 512)
     }
     assert {row.theirs for row in prompts} == {"llama_prefill"}
-    assert sum("bfloat16" in row.name for row in prompts) == len(files.GGUF) * 2
+    for form, option in (("bfloat16", {"dtype": "bfloat16"}), ("int8", {"compute": "int8"})):
+        of_form = [row for row in prompts if f" in {form}, " in row.name]
+        assert len(of_form) == len(files.GGUF) * 3
+        assert all(row.of_ours == option for row in of_form)
 
 
 @pytest.mark.slow

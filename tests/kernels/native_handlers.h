@@ -115,9 +115,9 @@ template <class Call> void each_failure(const char* name, const Buffer& y, Call 
 }
 
 // `y = x @ w.T` for some rows of a matrix in float32.
-void expect_product(const char* name, const Buffer& y, const Buffer& x, const std::vector<float>& w, int64_t rows) {
+void expect_product(const char* name, const Buffer& y, const Buffer& x, const std::vector<float>& w, int64_t rows, double least = 1e-4) {
   const int64_t m = x.dims[0], columns = x.dims[1];
-  const double error = as_bfloat16(y.buffer.dtype) || as_bfloat16(x.buffer.dtype) ? 1.0 / 64 : 1e-4;
+  const double error = as_bfloat16(y.buffer.dtype) || as_bfloat16(x.buffer.dtype) ? 1.0 / 64 : least;
   for (int64_t i = 0; i < m * rows; i++) {
     double sum = 0, size = 1e-3;
     for (int64_t k = 0; k < columns; k++) {
@@ -165,6 +165,11 @@ void of_codes() {
   });
   const float* values = static_cast<float*>(whole.data);
   expect_product("multiply", y, x, {values, values + whole.count}, rows);
+  if (bits == 8 && f.lookup) return;
+  each_failure("multiply_rounded", y, [&](ffi::ThreadPool pool) {
+    return guarded(multiply_rounded)(pool, f, x, weight, ffi::Result<ffi::AnyBuffer>(y));
+  });
+  expect_product("multiply_rounded", y, x, {values, values + whole.count}, rows, 1.0 / 64);
 }
 
 void of_numbers() {

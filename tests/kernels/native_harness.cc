@@ -113,18 +113,46 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
       for (int64_t i = 0; i < f.rows * columns; i++)
         check(std::abs(value(decoded, i) - dense[i]) <= error * (std::abs(dense[i]) + 256), "decoded", f, columns, set->name);
     }
+  // Rows of x as products that round them have them.
+  std::vector<float> plain(m * columns);
+  std::vector<double> of_rounded(m * f.rows);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t k = 0; k < columns; k += 32) {
+      const float* at = &x[i * up(columns, 16) * 16 + k];
+      const int64_t count = std::min<int64_t>(32, columns - k);
+      float most = 0;
+      for (int64_t j = 0; j < count; j++) most = std::max(most, std::abs(at[j])), plain[i * columns + k + j] = at[j];
+      for (int64_t j = 0; j < count && most; j++)
+        for (int64_t n = 0; n < f.rows; n++)
+          of_rounded[i * f.rows + n] += std::nearbyint(at[j] * (127 / most)) * (most / 127.) * dense[n * columns + k + j];
+    }
+  const auto compare_rounded = [&](const std::vector<float>& y, double error, const char* name) {
+    for (int64_t i = 0; i < m * f.rows; i++) check(std::abs(y[i] - of_rounded[i]) <= error * (sizes[i] + 1e-3), "rounded", f, columns, name);
+  };
+  for (const rounded::Functions* functions : by_rounding()) {
+    const integers::Codes bytes = integers::codes_of(w, true, functions->shift);
+    if (!bytes.known) continue;
+    rounded::Digits digits(w, m);
+    std::vector<float> y(m * f.rows);
+    for (auto [begin, end] : {std::pair{int64_t{0}, m / 3}, std::pair{m / 3, m}})
+      functions->round(plain.data(), nullptr, w, bytes, digits, begin, end);
+    for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
+      functions->product(w, bytes, digits, {y.data(), f.rows, false}, begin, end);
+    compare_rounded(y, bytes.fine ? 1e-4 : 2e-6, functions->name);
+  }
 #if defined(__x86_64__)
   for (const integers::Functions* functions : {&avx2::integers::functions, by_bytes()}) {  // one twice, or both
     integers::Digits digits;
-    for (const int count : {2, 3}) {
-      if (m != 1 || !by_bytes()) continue;
-      const integers::Codes whole = integers::codes_of(w, count == 2, functions->shift);
+    for (const int count : {1, 2, 3}) {
+      if (m != 1 || !by_bytes() || !integers::in_steps(w)) continue;
+      const integers::Codes whole = integers::codes_of(w, count < 3, functions->shift);
       if (!whole.known || !functions->write(x.data(), nullptr, w, whole, count, digits)) continue;
       std::vector<float> y(f.rows);
       for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
         functions->of(w, whole, digits)(w, whole, digits, {y.data(), f.rows, false}, begin, end);
       const double error = count == 3 ? 2e-6 : functions->shift == 8 ? 3e-5 : 1e-4;
-      for (int64_t i = 0; i < f.rows; i++)
+      if (count == 1) compare_rounded(y, whole.fine ? error : 2e-6, "one row");
+      for (int64_t i = 0; i < f.rows && count > 1; i++)
         check(std::abs(y[i] - expected[i]) <= error * (sizes[i] + 1e-3), "bytes", f, columns, functions->shift == 8 ? "VNNI" : "AVX2");
     }
   }
@@ -187,13 +215,13 @@ void compare_csr(int64_t rows, int64_t columns, int64_t elements, int64_t m, boo
   for (auto& end : row_ptr) end = wild ? int32_t(random_number()) : random_number() % (elements + 1);
   if (!wild) std::sort(row_ptr.begin(), row_ptr.end());
   const Csr w{data.data(), column.data(), row_ptr.data(), rows, columns, elements};
-  std::vector<float> fours(up(m, 4) * 4 * columns);
+  std::vector<float> fours(up(m, 4) * 4 * (columns + 1)), one(columns + 1);  // with a zero behind
   for (int64_t p = 0; p < m; p++)
-    for (int64_t k = 0; k < columns; k++) fours[(p / 4 * columns + k) * 4 + p % 4] = x[p * columns + k];
+    for (int64_t k = 0; k < columns; k++) fours[(p / 4 * (columns + 1) + k) * 4 + p % 4] = x[p * columns + k];
   for (int64_t p = 0; p < m; p += 4)
-    multiply_rows<4>(w, fours.data() + p * columns, std::min<int64_t>(4, m - p), y.data() + p * rows, 0, rows);
+    multiply_rows<4>(w, fours.data() + p * (columns + 1), std::min<int64_t>(4, m - p), y.data() + p * rows, 0, rows);
   std::vector<float> first(rows);
-  if (m) multiply_rows<1>(w, x.data(), 1, first.data(), 0, rows);
+  if (m) std::copy(x.begin(), x.begin() + columns, one.begin()), multiply_rows<1>(w, one.data(), 1, first.data(), 0, rows);
   for (int64_t p = 0; p < m && !wild; p++)
     for (int64_t n = 0; n < rows; n++) {
       double sum = 0, size = 0;

@@ -42,10 +42,11 @@ from ...kernels.block_matmul import (
     join,
 )
 from ...kernels.block_matmul.reference import times_adapters
-from ...kernels.code_matmul import ACTIVATIONS, code_matmul
+from ...kernels.code_matmul import code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
 from ..gradients import Gradients, GradientsArray, strongest, switch, trained_if
+from .rounding import check_rounding
 from .scales import BlockScales, as_floating, check_block_size, check_importance, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
@@ -78,6 +79,10 @@ class AbstractQuantizedArray(GradientsArray):
         anything larger is clipped. None: use the maximum of each row.
     - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
         from codes as well.
+    - `compute`: if this is `"int8"` then products on a CPU round the other operand to 8 bits, in blocks of 32
+        that each have a scale, and multiply bytes, as llama.cpp does. Gradients are straight-through: they
+        are those of the product without rounding, and aren't rounded themselves. Nor are products that
+        contract an axis other than the one along which blocks run. None: the other operand isn't rounded.
     """
 
     on_materialise = "warn"
@@ -94,6 +99,7 @@ class AbstractQuantizedArray(GradientsArray):
     activations: str | None = eqx.field(static=True, default=None, kw_only=True)
     input_limit: float | None = eqx.field(static=True, default=None, kw_only=True)
     rounds_gradients: bool = eqx.field(static=True, default=False, kw_only=True)
+    compute: str | None = eqx.field(static=True, default=None, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
     """The format in which codes and scales are stored."""
@@ -117,6 +123,7 @@ class AbstractQuantizedArray(GradientsArray):
         stacked: int = 0,
         train_scales: bool = False,
         importance: ArrayLike | None = None,
+        compute: str | None = None,
     ) -> _Q:
         """Quantises an array to the nearest codes, one block at a time.
 
@@ -140,12 +147,15 @@ class AbstractQuantizedArray(GradientsArray):
         - `importance`: weights for the squared errors along `axis`, for codecs that search for scales. For a
             layer's weight this should be the mean squares of its inputs (llama.cpp's importance matrix). Pass
             a vector, or one vector for each array in a stack. Default: all equal.
+        - `compute`: `"int8"` for products on a CPU that round the other operand, as described above. Default:
+            the other operand isn't rounded.
 
         **Returns:** the quantised array, with the same shape and dtype as `x`.
 
         **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
         other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
-        search for scales. `TypeError` if `x` is not floating-point.
+        search for scales; for a `compute` that the codec does not have. `TypeError` if `x` is not
+        floating-point.
 
         !!! example
 
@@ -174,7 +184,8 @@ class AbstractQuantizedArray(GradientsArray):
         weights = check_importance(cls, importance, chosen, stored.shape, stacked)
         codes, scale = cls._encode(rows, chosen, block, double_quant, None, weights)
         gradients = trained_if(train_scales)
-        out = cls(codes, scale, block, inner, logical_dtype=dtype, gradients=gradients, **own)
+        options: Any = {"logical_dtype": dtype, "gradients": gradients, "compute": compute}
+        out = cls(codes, scale, block, inner, **options, **own)
         return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(
@@ -186,7 +197,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     def __check_init__(self) -> None:
         self.check_leaves()
-        self._check_activations()
+        check_rounding(self)
         if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
@@ -217,30 +228,6 @@ class AbstractQuantizedArray(GradientsArray):
         wanted = (*self.codes.shape[:-1], count)
         if self.order is not None and self.order.shape != wanted:
             raise ValueError(f"{self._description} takes order of shape {wanted}; found {self.order.shape}.")
-
-    def _check_activations(self) -> None:
-        if self.activations is None:
-            if self.input_limit is not None or self.rounds_gradients:
-                raise ValueError(
-                    "input_limit and rounds_gradients are of products with `activations` in 8 bits, which "
-                    "this array does not have."
-                )
-            return
-        if self.input_limit is not None and not 0 < self.input_limit < float("inf"):
-            raise ValueError(f"input_limit must be a positive number; found {self.input_limit}.")
-        codes = {"int8": "signed", "fp8": "e4m3"}.get(self.activations)
-        codec, plain = self.codec, not isinstance(self.scale, NestedScales) and self.order is None
-        if codec.codes != codes or codec.scales != "float" or codec.zeros or not plain:
-            raise ValueError(
-                f"Products with activations in {' or '.join(ACTIVATIONS)} take a weight of the same codes, "
-                f"of the scheme 'int8' or 'fp8'; found activations {self.activations!r} and "
-                f"{type(self).__name__} of {codec.name}."
-            )
-        if self.block_size is not None:
-            raise ValueError(
-                f"Products with activations in 8 bits take one scale for each output and no block_size; "
-                f"found blocks of {self.block_size}."
-            )
 
     @property
     def _description(self) -> str:
@@ -505,6 +492,11 @@ class AbstractQuantizedArray(GradientsArray):
         found = self._for_kernels(parts, shape)
         if found is None:
             # The matrix's rows are parts of rows of codes. This doesn't happen for weights in typical models.
+            if self.compute is not None:
+                raise ValueError(
+                    f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
+                    f"codes of shape {codes.shape}. Leave `compute` out."
+                )
             leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
             dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
             y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
@@ -529,6 +521,7 @@ class AbstractQuantizedArray(GradientsArray):
                 t, b = low_rank
                 y += times_adapters(t, b, y.dtype)
             return y.astype(out_dtype)
+        params["compute"] = None if transpose else self.compute
         y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 

@@ -5,6 +5,7 @@ from .api import lora_matmul as lora_matmul
 from .api import nf4_matmul as nf4_matmul
 from .codecs import CODECS as CODECS
 from .codecs import Codec as Codec
+from .cpu import rounds as rounds
 from .nested_scales import NestedScales as NestedScales
 from .nested_scales import dense_scales as dense_scales
 from .primitive import block_matmul as block_matmul

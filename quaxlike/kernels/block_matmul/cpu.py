@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from ..backends import PARTITIONED, Choice
 from ..native.library import Library
+from .codecs import Codec
 from .nested_scales import NestedScales
 from .product import Decode, Leaves, Nibbles, Product
 from .reference import contract_columns, contract_rows, with_low_rank
@@ -44,6 +45,24 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
     how = "multiplied as they are unpacked" if few else "decoded in tiles for the library's product"
     run = _multiply if few else _decode_and_multiply
     return Choice("native", f"codes are {how}, by {library.instructions}", run)
+
+
+def choose_rounded(
+    library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool
+) -> Choice | str:
+    """Returns the native product of inputs in 8 bits, or the reason why it does not support an operation."""
+    choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
+    if isinstance(choice, str):
+        return choice
+    if not isinstance(decode, Nibbles) and not rounds(decode.codec):
+        return f"bytes do not hold the values of {decode.codec.name}"
+    how = "inputs are rounded to 8 bits in blocks of 32, and multiplied by codes as bytes, by"
+    return Choice("native", f"{how} {library.rounding}", _multiply_rounded)
+
+
+def rounds(codec: Codec) -> bool:
+    """Returns whether native products multiply codes of this format by inputs in 8 bits."""
+    return codec.bits < 7 or codec.codes in ("integer", "signed")
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
@@ -96,14 +115,25 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
     return jax.ffi.ffi_call(f"quaxlike_{name}", out)(*first, *parts, **form, **flags)
 
 
+def _by(name: str, x: Array, leaves: Leaves, decode: Decode, product: Product) -> Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out = jax.ShapeDtypeStruct((len(rows), product.free), product.out_dtype)
+    y = _call(name, out, rows, leaves=leaves, decode=decode, product=product)
+    return y.reshape(*x.shape[:-1], product.free)
+
+
 @with_low_rank
 def _multiply(
     x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = jax.ShapeDtypeStruct((len(rows), product.free), product.out_dtype)
-    y = _call("multiply", out, rows, leaves=leaves, decode=decode, product=product)
-    return y.reshape(*x.shape[:-1], product.free)
+    return _by("multiply", x, leaves, decode, product)
+
+
+@with_low_rank
+def _multiply_rounded(
+    x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
+) -> Float[Array, "*batch free"]:
+    return _by("multiply_rounded", x, leaves, decode, product)
 
 
 @with_low_rank

@@ -24,7 +24,7 @@ from ..native.library import library_on
 from . import cpu, gpu, tpu
 from .nested_scales import NestedScales
 from .product import Decode, Nibbles, Product
-from .reference import tiled, times_adapters, whole
+from .reference import in_eight_bits, tiled, times_adapters, whole
 
 # With at most this many rows of activations, XLA might fuse decoding into the matrix multiplication.
 _ROWS_FOR_XLA = 64
@@ -46,6 +46,7 @@ def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[.
 
 
 def _reference(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
+    x = x if product.compute is None else in_eight_bits(x)
     return (whole if decode.fuses else tiled)(x, leaves, *low_rank, decode=decode, product=product)
 
 
@@ -61,6 +62,8 @@ def _choose(
     **params: Any,
 ) -> Choice:
     run = functools.partial(_on_operands, adapters=adapters)
+    if product.compute is not None:
+        return _choose_rounded(platform, x, run, decode, product, backend, partitioned)
 
     def kernel(name: Backend, platform: str, x: Any, **params: Any) -> Choice | str:
         stored = decode.stored(product, decoded=name == "tpu")
@@ -96,6 +99,29 @@ def _choose(
     return first_choice(platform, backend, run(reference), kernels, x, partitioned=partitioned)
 
 
+def _choose_rounded(
+    platform: str, x: Any, run: Any, decode: Decode, product: Product, backend: Any, partitioned: bool
+) -> Choice:
+    """Chooses the native product. Nothing else rounds `x`, except the reference where it is asked for."""
+
+    def native(platform: str, x: Any, *, partitioned: bool) -> Choice | str:
+        library = library_on(platform)
+        if isinstance(library, str):
+            return library
+        choice = cpu.choose_rounded(library, x, decode=decode, product=product, partitioned=partitioned)
+        return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
+
+    kernels: Any = {"native": native}
+    choice = first_choice(platform, backend, run(_reference), kernels, x, partitioned=partitioned)
+    if choice.backend == "native" or backend == "reference":
+        return choice
+    raise ValueError(
+        f"{decode.name} cannot compute in {product.compute} on platform {platform!r}: {choice.reason}. Only "
+        "native products on CPUs do. Leave `compute` out; or take the same values, slowly, within "
+        '`kernels.backend("reference")`.'
+    )
+
+
 def _kernel(
     run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
@@ -111,6 +137,7 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode,
         if nonzero(tangent) and (not decode.linear or isinstance(primal, NestedScales)):
             # Products aren't linear in these scales, so their tangents are derived from the reference.
             return NotImplemented
+    params["product"] = params["product"].unrounded()
     return sum_tangents(PRODUCTS[decode.name], primals, tangents, {"decode": decode, **params})
 
 
@@ -135,6 +162,7 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
     _, *leaves, t, b = primals
     if nonzero(leaves_dot):
         return NotImplemented
+    params["product"] = params["product"].unrounded()
     out_dtype, terms = params["product"].out_dtype, []
     # If both `x` and `t` are perturbed, then a single fused product is enough, which only reads the weight
     # once.
@@ -237,6 +265,7 @@ def block_matmul(
     transpose: bool = False,
     low_rank: Sequence[Array] = (),
     out_dtype: DTypeLike | None = None,
+    compute: str | None = None,
 ) -> Float[Array, "*batch free"]:
     """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight in any format.
 
@@ -255,6 +284,7 @@ def block_matmul(
     - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
         `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `compute`: as for `Product`; not with `transpose`.
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
@@ -264,7 +294,7 @@ def block_matmul(
     check_x(primitive.name, x, shape, transpose)
     leaves = [leaf.with_map() if isinstance(leaf, NestedScales) else leaf for leaf in leaves]
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
+    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype, compute=compute)
     return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)
 
 

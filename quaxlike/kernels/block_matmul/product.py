@@ -60,6 +60,8 @@ class Product:
     - `scales`: `"float"` for scales of any floating dtype. Scales can also be bytes, in which case this is
         `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
+    - `compute`: `"int8"` if `x` is rounded to 8 bits, in blocks of 32 along `K` with a float32 scale each;
+        None if it is not rounded. Derivatives are those of the product that does not round.
     """
 
     shape: tuple[int, int]
@@ -71,6 +73,7 @@ class Product:
     low_first: bool = False
     scales: str = "float"
     zeros: str | None = None
+    compute: str | None = None
 
     @property
     def contracted(self) -> int:
@@ -98,8 +101,11 @@ class Product:
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
-        """Returns the other contraction with the same weight."""
-        return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype)
+        """Returns the other contraction with the same weight, which does not round."""
+        return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype, compute=None)
+
+    def unrounded(self) -> "Product":
+        return dataclasses.replace(self, compute=None)
 
     def of_dtype(self, out_dtype: np.dtype) -> "Product":
         return dataclasses.replace(self, out_dtype=out_dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Float32, Num
 
 from ..multilinear import accumulator_dtype, is_spread, precision_for
 from .product import Decode, Product, Tiles
@@ -32,6 +32,24 @@ def _multiplies_in(dtype: Any, rows: Any) -> bool:
     On processors with bfloat16 instructions this is faster, and on others the speed is about the same.
     """
     return dtype == jnp.bfloat16 and isinstance(rows, int) and rows >= _MANY_ROWS_OF_X
+
+
+_UNIT = 32
+
+
+def in_eight_bits(x: Float[Array, "*batch k"]) -> Float32[Array, "*batch k"]:
+    """Rounds `x` to 8 bits, in blocks of 32, as llama.cpp's Q8_0 with scales in float32.
+
+    The derivative is that of the identity. A block with infinity or NaN becomes NaN.
+    """
+    x, k = x.astype(jnp.float32), x.shape[-1]
+    blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -k % _UNIT)]).reshape(*x.shape[:-1], -1, _UNIT)
+    blocks = lax.stop_gradient(blocks)
+    most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    some = most >= 1e-30  # the reciprocals of smaller numbers may be infinite
+    codes = jnp.where(some, jnp.round(blocks * (127 / jnp.where(some, most, 1))), 0)
+    rounded = jnp.where(jnp.isfinite(most), codes * (most / 127), jnp.nan)
+    return rounded.reshape(*x.shape[:-1], -1)[..., :k] + (x - lax.stop_gradient(x))
 
 
 def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:

@@ -1,4 +1,5 @@
 // An XLA FFI handler on CPUs, for products of a few rows with a weight stored as compressed sparse rows.
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -11,28 +12,37 @@ struct Csr {
 };
 // Multiplies rows `begin` to `end` of the weight by `count` <= P rows of x, which are interleaved as `x[k * P + p]`.
 // Elements are accumulated into several independent sums, so that no addition has to wait for the previous one.
+// x has a zero after its columns, for padding. (A branch for each element would take longer than its product.)
 template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count, float* y, int64_t begin, int64_t end) {
   typedef float Vector __attribute__((vector_size(16)));
   using Terms = std::conditional_t<P == 1, float, Vector>;
   static_assert(sizeof(Terms) == P * sizeof(float));
   constexpr int kSums = 4;
+  const uint32_t columns = w.columns;
+  const int32_t* const column = w.column;
+  const float* const data = w.data;
   const auto term = [&](int64_t i) __attribute__((always_inline)) {
-    const uint32_t k = w.column[i];
-    Terms terms = {};
-    if (__builtin_expect(k >= w.columns, 0)) return terms;  // padding, which is treated as zero
-    memcpy(&terms, x + k * int64_t(P), sizeof terms);
-    return w.data[i] * terms;
+    Terms terms;
+    memcpy(&terms, x + std::min<uint32_t>(column[i], columns) * int64_t(P), sizeof terms);
+    return data[i] * terms;
   };
   for (int64_t n = begin; n < end; n++) {
     const int64_t last = std::clamp<int64_t>(w.row_ptr[n + 1], 0, w.elements);
-    int64_t i = std::clamp<int64_t>(w.row_ptr[n], 0, w.elements);
+    const int64_t first = std::clamp<int64_t>(w.row_ptr[n], 0, w.elements);
+    int64_t i = first;
     Terms sums[kSums] = {};
     for (; i + kSums <= last; i += kSums)
       for (int to = 0; to < kSums; to++) sums[to] += term(i + to);
     for (; i < last; i++) sums[0] += term(i);
-    const Terms sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    Terms sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     float found[P];
     memcpy(found, &sum, sizeof sum);
+    if (!std::all_of(found, found + P, [](float y) { return std::isfinite(y); })) {  // perhaps by elements of no column
+      sum = Terms{};
+      for (i = first; i < last; i++)
+        if (uint32_t(column[i]) < columns) sum += term(i);
+      memcpy(found, &sum, sizeof sum);
+    }
     for (int64_t p = 0; p < count; p++) y[p * w.rows + n] = found[p];
   }
 }
@@ -45,14 +55,14 @@ ffi::Error csr_multiply(ffi::ThreadPool pool, F32 x, F32 data, S32 column, S32 r
     return ffi::Error::InvalidArgument("operands do not fit the rows of a sparse weight");
   const Csr w{data.typed_data(), column.typed_data(), row_ptr.typed_data(), rows, columns, elements};
   // If x has several rows, then these are interleaved and multiplied four at a time.
-  const int64_t groups = up(m, 4);
-  std::vector<float> fours(m > 1 ? groups * 4 * columns : 0);
-  for (int64_t p = 0; m > 1 && p < m; p++)
-    for (int64_t k = 0; k < columns; k++) fours[(p / 4 * columns + k) * 4 + p % 4] = x.typed_data()[p * columns + k];
+  const int64_t together = m > 1 ? 4 : 1, size = (columns + 1) * together;
+  std::vector<float> of_x(up(m, together) * size);
+  for (int64_t p = 0; p < m; p++)
+    for (int64_t k = 0; k < columns; k++) of_x[p / together * size + k * together + p % together] = x.typed_data()[p * columns + k];
   share(pool, rows, up(elements, std::max<int64_t>(1, rows)) * m, [&](int64_t begin, int64_t end) {
-    if (m == 1) return multiply_rows<1>(w, x.typed_data(), 1, y->typed_data(), begin, end);
+    if (m == 1) return multiply_rows<1>(w, of_x.data(), 1, y->typed_data(), begin, end);
     for (int64_t p = 0; p < m; p += 4)
-      multiply_rows<4>(w, fours.data() + p * columns, std::min<int64_t>(4, m - p), y->typed_data() + p * rows, begin, end);
+      multiply_rows<4>(w, of_x.data() + p / 4 * size, std::min<int64_t>(4, m - p), y->typed_data() + p * rows, begin, end);
   });
   return ffi::Error::Success();
 }

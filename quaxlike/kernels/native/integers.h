@@ -2,7 +2,7 @@
 //
 // Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), with byte digits a, b and c. The error is less
 // than 2^-20 of the largest column. If x and y are bfloat16, they are written as scale * (a * 2^s + b), with an error
-// of 2^-(2s-1), where s is `kShift`. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
+// of 2^-(2s-1), where s is `kShift`. If x is rounded to 8 bits (rounded.h), they are scale * a. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
 // 255, minus their bias, times such a digit stay below 2^31.
 //
 // If x and y are bfloat16, we also support codes of at most 4 bits with arbitrary values (NF4). Each value is written
@@ -16,7 +16,7 @@ namespace {
 namespace integers {
 constexpr int64_t kUnit = 32;
 struct Digits {  // of a row of x
-  int count;                    // three, or two
+  int count;                    // three, two or one
   std::vector<int8_t> of;       // of each step: vectors of a, of b and of c
   std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds; of each digit, for codes of two bytes
   std::vector<float> scale;     // of each unit
@@ -33,24 +33,28 @@ struct Codes {
   alignas(64) uint8_t bytes[64] = {}, low[64] = {};
 };
 
+// Whether products of one row of x take this weight's columns and blocks.
+inline bool in_steps(const Weight& w) { return w.columns % 64 == 0 && (w.run % kUnit == 0 || w.run == 16); }
 Codes codes_of(const Weight& w, bool may_round, int shift) {
   const Format& f = w.format;
   Codes out;
-  if (w.columns % 64 || (w.run % kUnit && w.run != 16) || (f.bits == 8 && f.lookup)) return out;
+  if (f.bits == 8 && f.lookup) return out;
   if (f.bits > 4) {
     out.known = true, out.flip = f.bits == 8 && f.is_signed ? 128 : 0, out.bias = int32_t(f.bias) + out.flip;
     return out;
   }
   const int count = 1 << f.bits;
-  bool even = w.values[0] == std::nearbyint(w.values[0]);  // consecutive integers; otherwise try multiples of a half
-  out.known = true;
-  for (int i = 0; i < count; i++) {
-    const float doubled = 2 * w.values[i];
-    even &= w.values[i] == w.values[0] + i;
-    out.known &= doubled == std::nearbyint(doubled) && std::abs(doubled) < 128;
+  bool even = w.values[0] == std::nearbyint(w.values[0]);  // consecutive integers
+  for (int i = 0; i < count; i++) even &= w.values[i] == w.values[0] + i;
+  for (int of_one = 1; of_one <= 2 && !out.known; of_one++) {  // integers, or else multiples of a half
+    out.known = true, out.factor = 1.f / of_one;
+    for (int i = 0; i < count; i++) {
+      const float value = of_one * w.values[i];
+      out.known &= value == std::nearbyint(value) && std::abs(value) < 128;
+    }
+    for (int i = 0; i < 64 && out.known; i++) out.bytes[i] = int(of_one * w.values[i % count]) + 128;
   }
-  out.looked_up = !even, out.bias = even ? -int32_t(w.values[0]) : 128, out.factor = even ? 1.f : .5f;
-  for (int i = 0; i < 64 && out.known; i++) out.bytes[i] = int(2 * w.values[i % count]) + 128;
+  out.looked_up = !even, out.bias = even ? -int32_t(w.values[0]) : 128;
   float most = 0, none = 0;
   for (int i = 0; i < count; i++) most = std::max(most, std::abs(w.values[i])), none += w.values[i] * 0;
   if (out.known || !may_round || none != 0 || most < 1e-30f || most > 1e30f) return out;
@@ -71,6 +75,7 @@ struct Functions {  // for an instruction set
 }  // namespace integers
 #define QL_BYTES_INLINE QL_BYTES static inline __attribute__((always_inline))
 #define QL_BYTES_LAMBDA QL_BYTES __attribute__((always_inline))
+#if defined(__x86_64__)
 #define QL_NAME avx2
 #define QL_SET AVX2
 #define QL_BYTES __attribute__((target("avx2,fma,f16c")))
@@ -80,6 +85,7 @@ struct Functions {  // for an instruction set
 #define QL_SET AVX512
 #define QL_BYTES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")))
 #include "integers.h"
+#endif
 #endif
 }  // namespace
 #else  // one instruction set
@@ -92,7 +98,9 @@ constexpr int vectors(int64_t bits) { return bits == 4 ? 2 : 1; }
 constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
 // The number of bits per digit. AVX2 adds pairs of products in 16 bits, which would overflow for 8-bit digits.
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
-constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
+constexpr int shift(int digits) { return digits == 3 ? 7 : digits == 2 ? kShift : 8; }
+// Whether bytes are signed for AVX2: pairs of products of digits with 8 bits and of unsigned bytes would overflow.
+constexpr bool turns(int64_t bits, int digits, bool looked_up) { return QL_SET == AVX2 && digits == 1 && (bits == 8 || looked_up); }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
 QL_BYTES_INLINE I lanes() {
   I out = {};
@@ -106,10 +114,12 @@ QL_BYTES_INLINE Bytes everywhere(uint8_t byte) { return _mm512_set1_epi8(byte); 
 QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
 QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm512_permutexvar_ps((__m512i)lanes, from); }
 QL_BYTES_INLINE float most_of(F v) { return _mm512_reduce_max_ps(v); }
+QL_BYTES_INLINE I nearest(F v) { return (I)_mm512_cvtps_epi32(v); }
 QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) { return (I)_mm512_dpbusd_epi32((__m512i)sum, codes, digits); }
 QL_BYTES_INLINE __m256i narrowed(const I* unit) {
   return _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)unit[1]), _mm512_cvtepi32_epi8((__m512i)unit[0]));
 }
+QL_BYTES_INLINE I dot_signed(I sum, Bytes codes, Bytes digits) { return dot(sum, codes, digits); }  // see `turns`
 template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool) {
   I sum = {};
   QL_UNROLL for (int d = 0; d < D; d++) {
@@ -153,6 +163,7 @@ QL_BYTES_INLINE float most_of(F v) {
   most = _mm_max_ps(most, _mm_movehl_ps(most, most));
   return std::max<float>(most[0], most[1]);
 }
+QL_BYTES_INLINE I nearest(F v) { return (I)_mm256_cvtps_epi32(v); }
 QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) {
   return sum + (I)_mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1));
 }
@@ -161,9 +172,16 @@ QL_BYTES_INLINE __m256i narrowed(const I* unit) {
   const __m256i both = _mm256_packs_epi16(low, _mm256_packs_epi32((__m256i)unit[2], (__m256i)unit[3]));
   return _mm256_permutevar8x32_epi32(both, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
 }
+QL_BYTES_INLINE I dot_signed(I sum, Bytes codes, Bytes digits) {
+  return dot(sum, _mm256_abs_epi8(codes), _mm256_sign_epi8(digits, codes));
+}
 // If codes are `small`, two 16-bit products can be added directly.
 template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool small) {
   I sum = {};
+  if (D == 1 && !small) {
+    QL_UNROLL for (int v = 0; v < V; v++) sum = dot_signed(sum, codes[v], read(digits + v * kBytes));
+    return sum;
+  }
   QL_UNROLL for (int d = 0; d < D; d++) {
     const __m256i unit = _mm256_set1_epi16(1 << shift(D) * (D - 1 - d));
     __m256i first = _mm256_maddubs_epi16(codes[0], read(digits + d * V * kBytes));
@@ -235,8 +253,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
     out.scale[u] = most / largest(count) * codes.factor;
     I whole[kParts], last[kParts];
     QL_UNROLL for (int i = 0; i < kParts; i++) {
-      // Rounds to nearest: adding 1.5 * 2^23 moves the integer to the low bits.
-      whole[i] = bits_as<I>(parts[i] * all(most ? largest(count) / most : 0) + 0x1.8p23f) - 0x4B400000;
+      whole[i] = nearest(parts[i] * all(most ? largest(count) / most : 0));
       out.sum[(u * kUnit + i * kLanes) / w.run] += sum_of(__builtin_convertvector(whole[i], F)) * (most / largest(count));
     }
     int8_t* to = &out.of[u * kUnit / in_step * in_step * count + u * kUnit % in_step / many];
@@ -259,7 +276,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
     for (int digit = 0; digit < count; digit++) {
       sum = codes.fine ? I{} : sum << by;
       for (int i = 0; i < many; i++) sum = dot(sum, everywhere(1), read(&out.of[((s * count + digit) * many + i) * kBytes]));
-      const I bias = sum * -codes.bias;
+      const I bias = sum * ((turns(w.format.bits, count, codes.looked_up) ? 128 : 0) - codes.bias);
       memcpy(&out.bias[(codes.fine ? s * count + digit : s) * kLanes], &bias, sizeof bias);
     }
   }
@@ -292,7 +309,8 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
   const int per_unit = w.run == 16 ? 2 : 1, per_step = step(B) / kUnit * per_unit;  // scales
   const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * per_unit;
   const bool offset = w.format.zeros != kNone || w.outer_zero.count, cut = w.columns % step(B);
-  const Bytes flip = everywhere(codes.flip), bytes = read(codes.bytes), low = read(codes.low);
+  const Bytes turned = everywhere(turns(B, D, codes.looked_up) ? 128 : 0), low = read(codes.low);
+  const Bytes flip = everywhere(codes.flip) ^ turned, bytes = read(codes.bytes) ^ turned;
   const I of_lane = lanes() * per_step / kLanes;
   Scratch s(w, kRows);
   float* scale = scratch<float, 1>(kRows * steps * per_step + 16);
@@ -321,14 +339,15 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
           Bytes code[V];
           unpack<B>(from, whole, code);
           if (FINE) {  // h * a, and h * b + l * a
-            I sum = load<I>(bias), rest = load<I>(bias + kLanes);
+            I sum = load<I>(bias), rest = D == 2 ? load<I>(bias + kLanes) : I{};
             QL_UNROLL for (int v = 0; v < V; v++) {
               const Bytes high = look_up(bytes, code[v]), a = read(digits + v * kBytes);
-              sum = dot(sum, high, a);
-              rest = dot(rest, high, read(digits + (V + v) * kBytes));
+              sum = D == 2 ? dot(sum, high, a) : dot_signed(sum, high, a);
+              if (D == 2) rest = dot(rest, high, read(digits + (V + v) * kBytes));
               rest = dot(rest, look_up(low, code[v]), a);
             }
-            const F both = __builtin_convertvector(sum, F) * float(1 << kShift) + __builtin_convertvector(rest, F);
+            constexpr float unit = D == 2 ? 1 << kShift : 1;
+            const F both = __builtin_convertvector(sum, F) * unit + __builtin_convertvector(rest, F) * (unit / (1 << kShift));
             sums[r] += both * spread(scale_at[r] + i * per_step, of_lane);
             continue;
           }
@@ -336,7 +355,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
             if (B <= 4 && looked_up) code[v] = look_up(bytes, code[v]);
             if (B == 8) code[v] ^= flip;
           }
-          const I sum = products<V, D>(code, digits, B <= 4 && !looked_up) + load<I>(bias);
+          const I sum = products<V, D>(code, digits, B <= 6 && !looked_up) + load<I>(bias);
           sums[r] += __builtin_convertvector(sum, F) * spread(scale_at[r] + i * per_step, of_lane);
         }
       };
@@ -358,10 +377,11 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
   }
 }
 static Product of(const Weight& w, const Codes& codes, const Digits& x) {
-#define QL_BOTH(B) {product<B, 2>, product<B, 3>}
-  constexpr Product each[][2] = {QL_BOTH(2), QL_BOTH(3), QL_BOTH(4), QL_BOTH(5), QL_BOTH(6), {}, QL_BOTH(8)};
-  constexpr Product fine[] = {product<2, 2, true>, product<3, 2, true>, product<4, 2, true>};
-  return codes.fine ? fine[w.format.bits - 2] : each[w.format.bits - 2][x.count - 2];
+#define QL_ALL(B) {product<B, 1>, product<B, 2>, product<B, 3>}
+#define QL_FINE(B) {product<B, 1, true>, product<B, 2, true>}
+  constexpr Product each[][3] = {QL_ALL(2), QL_ALL(3), QL_ALL(4), QL_ALL(5), QL_ALL(6), {}, QL_ALL(8)};
+  constexpr Product fine[][2] = {QL_FINE(2), QL_FINE(3), QL_FINE(4)};
+  return codes.fine ? fine[w.format.bits - 2][x.count - 1] : each[w.format.bits - 2][x.count - 1];
 }
 constexpr Functions functions = {kShift, write, of};
 }  // namespace integers

@@ -29,6 +29,10 @@ from ..._checked import checked
 _SOURCES = sorted(source for ending in ("*.cc", "*.h") for source in Path(__file__).parent.glob(ending))
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
+_FUNCTIONS = (
+    *("multiply", "multiply_rounded", "multiply_dense", "multiply_stacked"),
+    *("decode", "csr_multiply"),
+)
 PACKAGE = "quaxlike_cpu"
 _COMMAND = "`python -m quaxlike.kernels.native`"
 
@@ -38,10 +42,14 @@ class NativeError(RuntimeError):
 
 
 class Library(NamedTuple):
-    """The loaded library: its file, and the instruction set it uses here."""
+    """The loaded library: its file, and the instruction sets it uses here.
+
+    `rounding` is that of products with inputs in 8 bits: "VNNI", "avx2" or "plain".
+    """
 
     path: Path
     instructions: str
+    rounding: str
 
 
 class Built(NamedTuple):
@@ -71,13 +79,15 @@ def library() -> Library | str:
         elif (path := installed_path()) is None:
             return f"the native products are not compiled; {_COMMAND} does it"
         loaded = ctypes.CDLL(str(path))
-        for name in ("multiply", "multiply_dense", "multiply_stacked", "decode", "csr_multiply"):
+        for name in _FUNCTIONS:
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
     except (NativeError, OSError, RuntimeError) as error:  # # XLA raises the latter for another FFI version
         return f"the native products could not be loaded: {error}"
-    loaded.quaxlike_set.restype = ctypes.c_char_p
-    return Library(path, loaded.quaxlike_set().decode())
+    names = loaded.quaxlike_set, loaded.quaxlike_rounding
+    for name in names:
+        name.restype = ctypes.c_char_p
+    return Library(path, *(name().decode() for name in names))
 
 
 def library_on(platform: str) -> Library | str:

@@ -153,25 +153,39 @@ std::vector<const Set*> sets() {
 }
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 }  // namespace
-#if defined(__x86_64__)
-#if __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
+#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
 #define QL_MORE
 #endif
 #include "integers.h"
+#include "rounded.h"
 #ifdef QL_MORE
 #include "pairs.h"
 #endif
-#endif
 namespace {
+#ifdef QL_MORE
+bool has_vnni() { return QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set; }
+#endif
 #if defined(__x86_64__)
 // This processor's byte products; null if it has none.
 const integers::Functions* by_bytes() {
 #ifdef QL_MORE
-  if (QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set) return &avx512::integers::functions;
+  if (has_vnni()) return &avx512::integers::functions;
 #endif
   return &set() == &plain::set ? nullptr : &avx2::integers::functions;
 }
 #endif
+// Those with rows of x that are rounded, fastest last.
+std::vector<const rounded::Functions*> by_rounding() {
+  std::vector<const rounded::Functions*> found = {&plain::rounded::functions};
+#if defined(__x86_64__)
+  if (&set() != &plain::set) found.push_back(&avx2::rounded::functions);
+#ifdef QL_MORE
+  if (has_vnni()) found.push_back(&avx512::rounded::functions);
+#endif
+#endif
+  return found;
+}
+const rounded::Functions& rounding() { static const rounded::Functions* fastest = by_rounding().back(); return *fastest; }
 bool read_weight(const ffi::RemainingArgs& args, const Format& format, int64_t columns, Weight& w) {
   Numbers codes, *all[] = {&codes, &w.table, &w.scale, &w.outer, &w.zero, &w.outer_zero, &w.map};
   const ffi::DataType types[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::U8,
@@ -207,14 +221,37 @@ template <class Place> Rows rows_of(const ffi::AnyBuffer& x, Place place) {
   return {copy, m, stride};
 }
 
+// Reads a weight and prefetches it. Returns whether it fits x and y.
+bool read_product(const ffi::RemainingArgs& args, const Format& format, ffi::AnyBuffer x, ffi::AnyBuffer y, Weight& w) {
+  if (!read_weight(args, format, x.dimensions()[1], w) || !is_floating(x) || !is_floating(y)) return false;
+  fetch(w.codes, std::min(w.bytes, distance(0)));
+  return y.dimensions()[0] == x.dimensions()[0] && y.dimensions()[1] == format.rows;
+}
+// Multiplies one row of x, written in so many digits. Returns whether it can be.
+bool multiply_row(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int count, Result y) {
+#if defined(__x86_64__)
+  static const integers::Functions* const of_bytes = by_bytes();
+  static thread_local integers::Digits of_thread;
+  integers::Digits& digits = of_thread;  // which other threads read, too
+  if (!of_bytes || !integers::in_steps(w)) return false;
+  const integers::Codes codes = integers::codes_of(w, count < 3, of_bytes->shift);
+  const float* floats = static_cast<const float*>(x.untyped_data());
+  const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
+  if (!codes.known || !of_bytes->write(floats, is_bfloat16(x) ? halves : nullptr, w, codes, count, digits)) return false;
+  share(pool, w.format.rows, w.columns, [&](int64_t begin, int64_t end) {
+    of_bytes->of(w, codes, digits)(w, codes, digits, y, begin, end);
+  });
+  return true;
+#else
+  return false;
+#endif
+}
+
 ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> y) {
   const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
   Weight w;
-  if (!read_weight(args, format, columns, w) || !is_floating(x) || !is_floating(*y)) return refused();
-  if (y->dimensions()[0] != m || y->dimensions()[1] != format.rows) return refused();
-  fetch(w.codes, std::min(w.bytes, distance(0)));
-  const float* floats = static_cast<const float*>(x.untyped_data());
+  if (!read_product(args, format, x, *y, w)) return refused();
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
   const auto place = [&](int64_t k) { return mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k; };  // as codes are unpacked
@@ -229,24 +266,28 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     return ffi::Error::Success();
   }
 #endif
-#if defined(__x86_64__)
-  static const integers::Functions* const of_bytes = by_bytes();
-  static thread_local integers::Digits of_thread;
-  integers::Digits& digits = of_thread;  // which other threads read, too
-  if (of_bytes && m == 1) {
-    const int count = narrow && is_bfloat16(*y) ? 2 : 3;
-    const integers::Codes codes = integers::codes_of(w, count == 2, of_bytes->shift);
-    if (codes.known && of_bytes->write(floats, narrow ? halves : nullptr, w, codes, count, digits)) {
-      share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
-        of_bytes->of(w, codes, digits)(w, codes, digits, result_of(*y), begin, end);
-      });
-      return ffi::Error::Success();
-    }
-  }
-#endif
+  if (m == 1 && multiply_row(pool, w, x, narrow && is_bfloat16(*y) ? 2 : 3, result_of(*y))) return ffi::Error::Success();
   const Rows copy = rows_of(x, place);
   share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
     set().of(format).product(w, copy, result_of(*y), begin, end);
+  });
+  return ffi::Error::Success();
+}
+// The same, with rows of x rounded to 8 bits.
+ffi::Error multiply_rounded(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                            ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
+  Weight w;
+  if (!read_product(args, format, x, *y, w)) return refused();
+  if (m == 1 && multiply_row(pool, w, x, 1, result_of(*y))) return ffi::Error::Success();
+  const integers::Codes codes = integers::codes_of(w, true, rounding().shift);
+  if (!codes.known) return refused();
+  const float* floats = static_cast<const float*>(x.untyped_data());
+  const uint16_t* halves = is_bfloat16(x) ? static_cast<const uint16_t*>(x.untyped_data()) : nullptr;
+  rounded::Digits digits(w, m);
+  share(pool, m, columns, [&](int64_t begin, int64_t end) { rounding().round(floats, halves, w, codes, digits, begin, end); });
+  share(pool, format.rows, columns * m, [&](int64_t begin, int64_t end) {
+    rounding().product(w, codes, digits, result_of(*y), begin, end);
   });
   return ffi::Error::Success();
 }
@@ -296,6 +337,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_multiply, guarded(multiply),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quaxlike_multiply_rounded, guarded(multiply_rounded),
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_multiply_dense, guarded(multiply_dense),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -306,6 +350,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>()
         .RemainingArgs().Ret<AnyBuffer>());
 extern "C" const char* quaxlike_set() { return set().name; }
+extern "C" const char* quaxlike_rounding() { return rounding().name; }
 #else  // one instruction set
 namespace QL_NAME {
 constexpr int kLanes = QL_SET == AVX512 ? 16 : 8;

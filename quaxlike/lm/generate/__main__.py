@@ -32,6 +32,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         choices=["bfloat16", "float16", "float32"],
         help="of activations and weights (default: as stored; float32 for GGUF files)",
     )
+    add(
+        "--compute",
+        choices=["int8"],
+        help="on a CPU, round the inputs of quantised weights to 8 bits, as llama.cpp does",
+    )
     add("--cache", choices=["bfloat16", "int8", "q8_0", "q4_0", "nf4"], help="how to store keys and values")
     add("--mesh", metavar="model=4", help="split layers across all devices, along an axis model")
     what = parser.add_mutually_exclusive_group(required=True)

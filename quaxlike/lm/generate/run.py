@@ -98,6 +98,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         mesh = None if arguments.mesh is None else mesh_from_text(arguments.mesh)
         sharding = None if mesh is None else usual_rule(mesh, fully=False)
         options = {"quantize": arguments.quantize, "dtype": arguments.compute_dtype}
+        options["compute"] = arguments.compute
         model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise

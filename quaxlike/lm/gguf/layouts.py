@@ -26,11 +26,9 @@ def layout_of(tensor: str, family: Family | None) -> TensorLayout:
         return TensorLayout(is_row=True)
     if own.permuted and inner in _ROTATED:
         return TensorLayout(rows=_ROTATED[inner])
-    return (
-        TensorLayout(numbers="offset")
-        if family.norm_offset and inner.endswith("norm.weight")
-        else TensorLayout()
-    )
+    if family.norm_offset and inner.endswith("norm.weight"):
+        return TensorLayout(numbers="offset")
+    return TensorLayout()
 
 
 _ROTATED = {f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in ("weight", "bias")}

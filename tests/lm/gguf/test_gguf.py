@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike import lm
+from quaxlike import kernels, lm
 from quaxlike.files import CheckpointError
 from quaxlike.lm import UnsupportedConfigError
 from quaxlike.lm.gguf import config as gguf_config
@@ -264,3 +264,22 @@ def test_the_command_reads_gguf(tmp_path, capsys):
     assert main(["--model", str(tmp_path / "model.gguf"), *options]) == 0
     assert main(["--model", str(tmp_path), *options]) == 0
     assert capsys.readouterr().out
+
+
+def test_inputs_in_eight_bits_are_of_quantised_weights():
+    with pytest.raises(ValueError, match="is of products with quantised weights; the model has none"):
+        ql.lm.load(_file("qwen2_f32"), compute="int8")
+
+
+@pytest.mark.slow
+def test_inputs_in_eight_bits():
+    z, name = np.load(_IO), next(name for name in _MODELS if "q4" in name)
+    ids = z[f"{name}/input_ids"][:1]
+    seen = np.ones_like(ids, bool)
+    with kernels.backend("reference"):
+        exact, rounded = (
+            jax.jit(jax.vmap(ql.quaxify(ql.lm.load(_file(name), compute=compute)[0])))(ids, seen)
+            for compute in (None, "int8")
+        )
+    error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 3e-2

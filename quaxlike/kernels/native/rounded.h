@@ -1,0 +1,322 @@
+// Products of rows of x that are rounded to 8 bits, by integers, as llama.cpp computes. product.cc includes this file.
+//
+// Each 32 columns of x are written as scale * digit, with digits up to 127. As many rows of the weight as a vector has
+// lanes are a tile. It is unpacked once for all rows of x, to bytes: each lane has four columns of its row, and meets the
+// same four digits. So no sum is reduced across lanes, and 32 columns of all these rows take eight byte products and a
+// scale. Values of tables that no byte holds (NF4) are two bytes, as in integers.h.
+//
+// As in product.cc, the part below `#else` is compiled once per instruction set.
+#ifndef QL_NAME
+namespace {
+namespace rounded {
+using integers::Codes, integers::kUnit;
+constexpr int64_t kChunk = 64;  // columns that are unpacked at once
+struct Digits {  // of rows of x
+  int64_t rows, stride;         // rows are filled up with zeros
+  int64_t part, parts;          // columns with one scale of x and one of the weight, and how many such parts a row has
+  int64_t of_run;               // parts of a run
+  std::vector<int8_t> of;       // in the order in which codes are unpacked
+  std::vector<float> scale;     // of each unit
+  std::vector<int32_t> bias;    // of each part: what the bias of codes adds
+  std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
+  Digits(const Weight& w, int64_t rows) : rows(rows), stride(up(w.columns, kChunk) * kChunk) {
+    part = w.runs > 1 && w.run % kUnit ? 16 : kUnit, parts = up(w.columns, part), of_run = up(w.run, part);
+    of.resize(rows * stride), scale.resize(rows * units()), bias.resize(rows * parts), sum.resize(rows * w.runs);
+  }
+  int64_t units() const { return stride / kUnit; }
+};
+struct Functions {  // of an instruction set
+  const char* name;
+  int shift;  // of the second byte of a value
+  void (*round)(const float* x, const uint16_t* narrow, const Weight&, const Codes&, Digits&, int64_t begin, int64_t end);
+  void (*product)(const Weight&, const Codes&, const Digits&, Result, int64_t begin, int64_t end);
+};
+}  // namespace rounded
+#define QL_NAME plain
+#define QL_SET PLAIN
+#define QL_BYTES
+#include "rounded.h"
+#if defined(__x86_64__)
+#define QL_NAME avx2
+#define QL_SET AVX2
+#define QL_BYTES __attribute__((target("avx2,fma,f16c")))
+#include "rounded.h"
+#ifdef QL_MORE
+#define QL_NAME avx512
+#define QL_SET AVX512
+#define QL_BYTES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")))
+#include "rounded.h"
+#endif
+#endif
+}  // namespace
+#else  // one instruction set
+namespace QL_NAME {
+namespace rounded {
+using namespace ::rounded;
+constexpr int kTile = 4 * kLanes;  // bytes: four columns of a tile
+constexpr int kMost = QL_SET == AVX512 ? 8 : 4;  // rows of x at once, as registers hold sums
+constexpr int kShift = QL_SET == AVX2 ? 7 : 8;   // bits of the second byte of a value
+// Products of bytes are added in pairs of 16 bits by AVX2, so larger codes are signed bytes there.
+static bool has_signed(const Weight& w, const Codes& codes) {
+  return QL_SET == AVX2 && (w.format.bits == 8 || codes.looked_up);
+}
+
+#if QL_SET == PLAIN
+QL_BYTES_INLINE I nearest(F v) {
+  I out;
+  for (int i = 0; i < kLanes; i++) out[i] = std::nearbyint(v[i]);
+  return out;
+}
+QL_BYTES_INLINE float most_of(F v) {
+  float most = 0;
+  for (int i = 0; i < kLanes; i++) most = std::max<float>(most, v[i]);
+  return most;
+}
+QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at) {
+  for (int k = 0; k < kUnit; k++) at[k] = unit[(k / 16 * 16 + columns[k % 16]) / kLanes][columns[k % 16] % kLanes];
+}
+template <int G, int Q, int M>
+QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d) {
+  for (int q = 0; q < Q; q++) {
+    const U word = load<U>(codes + q * kTile);
+    QL_UNROLL for (int i = 0; i < M; i++)
+      for (int j = 0; j < 4; j++) sums[i][d] += I(word >> 8 * j & 255u) * int32_t(digits[i][4 * q + j]);
+  }
+}
+#else
+using integers::Bytes, integers::most_of, integers::nearest, integers::read;
+QL_BYTES_INLINE __m128i some(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
+QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at) {
+  const __m256i bytes = _mm256_shuffle_epi8(integers::narrowed(unit), _mm256_broadcastsi128_si256(some(columns)));
+  _mm256_storeu_si256((__m256i*)at, bytes);
+}
+// Adds the products of 4 * Q columns of a tile and of M rows of x. AVX2 adds G of them in 16 bits; one, of signed bytes.
+template <int G, int Q, int M>
+QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d) {
+#if QL_SET == AVX512
+  QL_UNROLL for (int q = 0; q < Q; q++) {
+    const Bytes word = read(codes + q * kTile);
+    QL_UNROLL for (int i = 0; i < M; i++)
+      sums[i][d] = integers::dot(sums[i][d], word, _mm512_set1_epi32(load<int32_t>(digits[i] + 4 * q)));
+  }
+#else
+  const __m256i ones = _mm256_set1_epi16(1);
+  if constexpr (G == 1) {
+    QL_UNROLL for (int q = 0; q < Q; q++) {
+      const Bytes word = read(codes + q * kTile), size = _mm256_abs_epi8(word);
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        const Bytes turned = _mm256_sign_epi8(_mm256_set1_epi32(load<int32_t>(digits[i] + 4 * q)), word);
+        sums[i][d] += (I)_mm256_madd_epi16(_mm256_maddubs_epi16(size, turned), ones);
+      }
+    }
+  } else QL_UNROLL for (int first = 0; first < Q; first += G) {
+    __m256i narrow[M];
+    QL_UNROLL for (int q = first; q < std::min(first + G, Q); q++) {
+      const Bytes word = read(codes + q * kTile);
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        const __m256i two = _mm256_maddubs_epi16(word, _mm256_set1_epi32(load<int32_t>(digits[i] + 4 * q)));
+        narrow[i] = q == first ? two : _mm256_add_epi16(narrow[i], two);
+      }
+    }
+    QL_UNROLL for (int i = 0; i < M; i++) sums[i][d] += (I)_mm256_madd_epi16(narrow[i], ones);
+  }
+#endif
+}
+#endif
+
+// Where a tile has the columns of codes with 4 bits: of eight, those of low halves of bytes first.
+QL_BYTES_INLINE int place(const Format& f, int k) {
+  return f.bits == 4 ? k / 8 * 8 + (k % 2 != f.high_first) * 4 + k % 8 / 2 : k;
+}
+// Rounds rows of x, in float32 or bfloat16 (`narrow`). NaN and infinity make a unit NaN.
+QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, Digits& out, int64_t begin, int64_t end) {
+  constexpr int kParts = kUnit / kLanes;
+  const int32_t bias = codes.bias - (has_signed(w, codes) ? 128 : 0);
+  alignas(16) uint8_t columns[16];  // of 16 bytes
+  for (int k = 0; k < 16; k++) columns[place(w.format, k)] = k;
+  for (int64_t m = begin; m < end; m++) {
+    float* sum = out.sum.data() + m * w.runs;
+    std::fill(sum, sum + w.runs, 0.f);
+    int64_t left = w.run;  // of a run
+    for (int64_t k = 0; k < w.columns; k += kUnit) {
+      const int64_t at = m * w.columns + k, count = std::min(kUnit, w.columns - k);
+      float last[kUnit] = {};
+      for (int64_t i = 0; i < count && count < kUnit; i++)
+        last[i] = narrow ? bits_as<float>(uint32_t(narrow[at + i]) << 16) : x[at + i];
+      F parts[kParts], sizes = {}, rest = {};
+      QL_UNROLL for (int i = 0; i < kParts; i++) {
+        parts[i] = count < kUnit ? widened(last + i * kLanes) : narrow ? widened(narrow + at + i * kLanes) : widened(x + at + i * kLanes);
+        const F size = bits_as<F>(bits_as<U>(parts[i]) & 0x7FFFFFFFu);
+        sizes = size > sizes ? size : sizes, rest += parts[i] - parts[i];
+      }
+      const float most = most_of(sizes);
+      const bool known = sum_of(rest) == 0, some = known && most >= 1e-30f;
+      const float scale = some ? most / 127 : known ? 0 : NAN, by = some ? 127 / most : 0;
+      out.scale[m * out.units() + k / kUnit] = scale * codes.factor;
+      I whole[kParts];
+      F halves_of[2] = {};
+      QL_UNROLL for (int i = 0; i < kParts; i++) {
+        whole[i] = some ? nearest(parts[i] * all(by)) : I{};
+        halves_of[i * kLanes / 16] += __builtin_convertvector(whole[i], F);
+      }
+      put_bytes(whole, columns, out.of.data() + m * out.stride + k);
+      const int32_t halves[] = {int32_t(sum_of(halves_of[0])), int32_t(sum_of(halves_of[1]))};
+      for (int half = 0; half * 16 < count; half++) {
+        *sum += halves[half] * scale;
+        if ((left -= 16) <= 0) sum++, left = w.run;
+        if (out.part == 16) out.bias[m * out.parts + k / 16 + half] = -bias * halves[half];
+      }
+      if (out.part == kUnit) out.bias[m * out.parts + k / kUnit] = -bias * (halves[0] + halves[1]);
+    }
+  }
+}
+
+// Unpacks `count` rows of the weight to a tile, with a plane of first and one of second bytes if values have two.
+template <int B>
+QL_BYTES static void unpack_tile(const Weight& w, const Codes& codes, int64_t first, int64_t count, uint8_t* tile) {
+  const int64_t plane = up(w.columns, kChunk) * kChunk * kLanes;
+  const uint8_t turned = has_signed(w, codes) ? 128 : 0, flip = B == 8 ? codes.flip ^ turned : 0;
+  const bool looked_up = B <= 4 && codes.looked_up;
+#if QL_SET == PLAIN
+  for (int64_t r = 0; r < kLanes; r++) {
+    const uint8_t* at = w.codes + (first + std::min(r, count - 1)) * w.row_bytes;
+    for (int64_t k = 0; k < w.columns; k++) {
+      const int64_t bit = (B == 4 && w.format.high_first ? k ^ 1 : k) * B;
+      const uint32_t word = at[bit / 8] | (bit / 8 + 1 < w.row_bytes ? at[bit / 8 + 1] << 8 : 0);
+      const uint8_t code = word >> bit % 8 & ((1 << B) - 1);
+      const int64_t of = k / 8 * 8 + place(w.format, k % 8);
+      uint8_t* to = tile + of / 4 * kTile + r * 4 + of % 4;
+      *to = looked_up ? codes.bytes[code] : code ^ flip;
+      if (codes.fine) to[plane] = codes.low[code];
+    }
+  }
+#else
+  const __m128i bytes = _mm_xor_si128(some(codes.bytes), _mm_set1_epi8(turned)), low = some(codes.low);
+  const __m128i flips = _mm_set1_epi8(flip), fifteen = _mm_set1_epi8(15);
+  const auto put = [&](__m128i four, uint8_t* at) QL_BYTES_LAMBDA {  // four columns of four rows
+    _mm_storeu_si128((__m128i*)at, looked_up ? _mm_shuffle_epi8(bytes, four) : B == 8 ? _mm_xor_si128(four, flips) : four);
+    if (B <= 4 && codes.fine) _mm_storeu_si128((__m128i*)(at + plane), _mm_shuffle_epi8(low, four));
+  };
+  for (int64_t k = 0; k < w.columns; k += kChunk)
+    for (int64_t r = 0; r < kLanes; r += 4) {
+      uint8_t copy[4][kChunk], unpacked[4][kChunk];
+      const uint8_t* from[4];
+      QL_UNROLL for (int i = 0; i < 4; i++) {
+        const uint8_t* at = w.codes + (first + std::min(r + i, count - 1)) * w.row_bytes + k * B / 8;
+        if (w.columns - k < kChunk) memset(copy[i], 0, kChunk), at = (uint8_t*)memcpy(copy[i], at, w.row_bytes - k * B / 8);
+        from[i] = at;
+        if constexpr (B != 4 && B != 8) {
+          from[i] = unpacked[i];
+          for (int part = 0; part < kChunk; part += kTile) {
+            Bytes code;
+            integers::unpack<B>(at + part * B / 8, true, &code);
+            memcpy(unpacked[i] + part, &code, sizeof code);
+          }
+        }
+      }
+      uint8_t* to = tile + k * kLanes + r * 4;
+      QL_UNROLL for (int j = 0; j < (B == 4 ? kChunk / 2 : kChunk); j += 16) {
+        const __m128i ab = _mm_unpacklo_epi32(some(from[0] + j), some(from[1] + j)), cd = _mm_unpacklo_epi32(some(from[2] + j), some(from[3] + j));
+        const __m128i ef = _mm_unpackhi_epi32(some(from[0] + j), some(from[1] + j)), gh = _mm_unpackhi_epi32(some(from[2] + j), some(from[3] + j));
+        const __m128i words[] = {_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd), _mm_unpacklo_epi64(ef, gh), _mm_unpackhi_epi64(ef, gh)};
+        QL_UNROLL for (int c = 0; c < 4; c++) {
+          if constexpr (B == 4) {
+            put(_mm_and_si128(words[c], fifteen), to + (2 * j + 8 * c) * kLanes);
+            put(_mm_and_si128(_mm_srli_epi16(words[c], 4), fifteen), to + (2 * j + 8 * c + 4) * kLanes);
+          } else put(words[c], to + (j + 4 * c) * kLanes);
+        }
+      }
+    }
+#endif
+}
+
+struct Tile {
+  const uint8_t* bytes;
+  const float *scale, *offset;  // of each run, the latter if any; one lane after the other
+  int64_t first, count;
+};
+template <int G, int P, bool FINE, int M>
+QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64_t m, Result y) {
+  const int64_t plane = x.stride * kLanes;
+  int64_t rows[M];
+  F sums[M] = {};
+  QL_UNROLL for (int i = 0; i < M; i++) rows[i] = std::min(m + i, x.rows - 1);
+  for (int64_t p = 0, run = 0; p < x.parts; run++) {
+    const F scale = load<F>(t.scale + run * kLanes);
+    if (t.offset) {
+      const F offset = load<F>(t.offset + run * kLanes);
+      QL_UNROLL for (int i = 0; i < M; i++) sums[i] += offset * all(x.sum[rows[i] * w.runs + run]);
+    }
+    for (const int64_t stop = std::min(p + x.of_run, x.parts); p < stop; p++) {
+      I of[M][2];
+      const int8_t* digits[M];
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        of[i][0] = x.bias[rows[i] * x.parts + p] - I{}, of[i][1] = I{};
+        digits[i] = &x.of[rows[i] * x.stride + p * P];
+      }
+      QL_UNROLL for (int d = 0; d <= FINE; d++) dots<G, P / 4, M>(t.bytes + d * plane + p * P * kLanes, digits, of, d);
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        F sum = __builtin_convertvector(of[i][0], F);
+        if (FINE) sum += __builtin_convertvector(of[i][1], F) * (1.f / (1 << kShift));
+        sums[i] += sum * (scale * all(x.scale[rows[i] * x.units() + p * P / kUnit]));
+      }
+    }
+  }
+  for (int i = 0; i < M && m + i < x.rows; i++) {
+    const int64_t at = (m + i) * y.stride + t.first;
+    if (t.count < kLanes) for (int64_t r = 0; r < t.count; r++) put(y, m + i, t.first + r, sums[i][r]);
+    else if (y.is_bfloat16) store(static_cast<uint16_t*>(y.data) + at, sums[i]);
+    else store(static_cast<float*>(y.data) + at, sums[i]);
+  }
+}
+template <int G, int P, bool FINE>
+QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  constexpr decltype(&unpack_tile<8>) unpacks[] = {unpack_tile<2>, unpack_tile<3>, unpack_tile<4>, unpack_tile<5>, unpack_tile<6>, nullptr, unpack_tile<8>};
+  const bool offset = w.format.zeros != kNone || w.outer_zero.count;
+  // Several tiles, as the second cache holds them: each row of x is read once for all of them.
+  const int64_t size = x.stride * kLanes * (1 + FINE), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
+  Scratch s(w, kLanes);
+  uint8_t* bytes = scratch<uint8_t, 3>(tiles * size);
+  float* scales = scratch<float, 4>(tiles * 2 * w.runs * kLanes);
+  for (int64_t n = begin; n < end;) {
+    Tile all[8];
+    int count = 0;
+    for (; n < end && count < tiles; n += kLanes, count++) {
+      float *scale = scales + count * 2 * w.runs * kLanes, *offsets = scale + w.runs * kLanes;
+      all[count] = {bytes + count * size, scale, offset ? offsets : nullptr, n, std::min<int64_t>(kLanes, end - n)};
+      unpacks[w.format.bits - 2](w, codes, n, all[count].count, bytes + count * size);
+      scales_of(w, n, all[count].count, s);
+      for (int64_t r = 0; r < kLanes; r++) {
+        const int64_t first = std::min(r, all[count].count - 1) * w.runs;
+        for (int64_t run = 0; run < w.runs; run++) scale[run * kLanes + r] = s.scale[first + run];
+        for (int64_t run = 0; offset && run < w.runs; run++) offsets[run * kLanes + r] = s.offset[first + run];
+      }
+    }
+    for (int64_t m = 0; m < x.rows; m += kMost)
+      for (int i = 0; i < count; i++) {
+        const int64_t left = x.rows - m;
+        (left == 1 ? tile<G, P, FINE, 1> : left <= kMost / 2 ? tile<G, P, FINE, kMost / 2> : tile<G, P, FINE, kMost>)(w, all[i], x, m, y);
+      }
+  }
+}
+template <int G, bool FINE>
+static void product_in(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  (x.part == 16 ? product_of<G, 16, FINE> : product_of<G, 32, FINE>)(w, codes, x, y, begin, end);
+}
+static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  if (codes.fine) return product_in<1, true>(w, codes, x, y, begin, end);
+  // Sums of G products of codes with so many bits stay below 2^15.
+  if constexpr (QL_SET == AVX2) {
+    if (!has_signed(w, codes) && w.format.bits <= 4) return product_in<8, false>(w, codes, x, y, begin, end);
+    if (w.format.bits == 5) return product_in<4, false>(w, codes, x, y, begin, end);
+    if (w.format.bits == 6) return product_in<2, false>(w, codes, x, y, begin, end);
+  }
+  product_in<1, false>(w, codes, x, y, begin, end);
+}
+constexpr Functions functions = {QL_SET == AVX512 ? "VNNI" : QL_STRING(QL_NAME), kShift, round, product};
+}  // namespace rounded
+}  // namespace QL_NAME
+#undef QL_NAME
+#undef QL_SET
+#undef QL_BYTES
+#endif
