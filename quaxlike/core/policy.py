@@ -262,9 +262,17 @@ _WHEN = "Raised when it had to be materialised, by"
 
 def _strictest(values: Sequence[Value]) -> Mode:
     """Returns the strictest policy of any of the types, including those of nested Values."""
-    found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
+    found: set[Mode] = {"allow"}
+    for x in _with_nested(values):
+        if (mode := x.on_materialise) is None:
+            continue
+        if mode not in _MODES:
+            raise ValueError(
+                f"`on_materialise` of {type(x).__name__} must be None or one of {_MODES}; found {mode!r}."
+            )
+        found.add(mode)
     # If one type forbids what another one allows, then the stricter one takes precedence.
-    return max(found | {"allow"}, key=_MODES.index)
+    return max(found, key=_MODES.index)
 
 
 def _with_nested(values: Sequence[Any]) -> Iterator[Value]:

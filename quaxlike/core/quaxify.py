@@ -194,6 +194,12 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
     if isinstance(filter_spec, bool | types.FunctionType | functools.partial):
         return
     for path, leaf in jtu.tree_leaves_with_path(filter_spec, is_leaf=_is_instance):
+        if isinstance(leaf, type) and issubclass(leaf, Value):
+            raise TypeError(
+                f"{caller} takes as filter_spec a bool, a function on leaves, or a prefix of (fn, args, "
+                f"kwargs) made of these; found the class {leaf.__name__}. To select its values, write "
+                f"`lambda x: isinstance(x, {leaf.__name__})`."
+            )
         if is_value(leaf) or not (isinstance(leaf, bool) or callable(leaf)):
             typed = is_value(leaf) or hasattr(leaf, "dtype")
             kind = "array" if kind_of(leaf) == "array" else type(leaf).__name__

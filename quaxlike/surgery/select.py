@@ -101,9 +101,10 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
     for pattern in [where] if isinstance(where, str) else where:
         found, inside = hits(pattern, arrays), hits(pattern, (part for _, own in forms for part in own))
         if not found | inside:
-            raise ValueError(
-                f"{pattern!r} matches none of the arrays of the model. {suggestion(pattern, arrays)}"
-            )
+            hint = suggestion(pattern, arrays)
+            if isinstance(where, str) and any(matches(where, name, regex=False) for name in arrays):
+                hint = f"A string is a regular expression for whole names; for their ends, pass [{where!r}]."
+            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
         if not found:
             only_in_one[pattern] = inside
         wanted, named = wanted | found, named | inside

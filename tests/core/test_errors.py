@@ -364,6 +364,11 @@ class TestFilterSpec:
         with pytest.raises(TypeError, match=message):
             function(jnp.sin, spec)
 
+    @pytest.mark.parametrize("function", [ql.quaxify, ql.explain])
+    def test_of_a_class(self, function):
+        with pytest.raises(TypeError, match=r"found the class Box\. .*`lambda x: isinstance\(x, Box\)`"):
+            function(jnp.sin, Box)
+
     def test_of_functions_and_bools(self):
         spec = (False, (ql.is_value,), {})
         for good in (

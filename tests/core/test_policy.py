@@ -111,6 +111,14 @@ class TestModes:
         with pytest.raises(ValueError, match=r"takes one of \('allow', 'warn', 'error'\); found 'raise'"):
             ql.on_materialise("raise")
 
+    def test_unknown_mode_of_a_class(self):
+        class Misspelt(Plain):
+            on_materialise = "eror"
+
+        message = r"`on_materialise` of Misspelt must be None or one of \('allow', .*; found 'eror'"
+        with pytest.raises(ValueError, match=message):
+            ql.quaxify(tanh)(Misspelt(X))
+
     def test_what_the_caller_asks_for_is_allowed(self):
         with ql.on_materialise("error"):
             assert jnp.array_equal(ql.quaxify(ql.materialise)(Plain(X)), 2 * X)

@@ -241,6 +241,7 @@ def test_a_part_of_a_fused_layer_is_told():
             {"exclude": r"layers\.\d", "where": WEIGHTS},
             r"leaves nothing of what `where` selects, which is layers\.0\.weight \(16, 5\).*Exclude fewer",
         ),
+        ({"where": "weight"}, r"'weight' matches none.* for whole names; for their ends, pass \['weight'\]"),
         ({"where": r".*bias"}, r"no weight of two or more axes.*layers\.0\.bias \(16,\)"),
         ({"init": "kaimin"}, "init must be one of 'kaiming'"),
         ({"init": "pissa", "rank": 4}, r"rank of at most min\(out, in\) = 3 for layers\.2\.weight; found 4"),
