@@ -168,10 +168,9 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    This uses 6 bits for the head. It also does so for values, inputs of linear attention, and the down
-    projections in the first eighth of layers, the last eighth, and every third layer in between. If queries,
-    keys and values are fused into one array, then this array has an extra bit in every layer. In a mixture of
-    eight experts, keys and values use 8 bits.
+    This uses 6 bits for the head. It also does so for values (or an array of fused queries, keys and values),
+    inputs of linear attention, and the down projections in the first eighth of layers, the last eighth, and
+    every third layer in between. In a mixture of eight experts, keys and values use 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -183,7 +182,6 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             return i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
-        fused = [name for name in layers if _FUSED.fullmatch(name)]
         keys = output = list[str]()
         if _num_experts(records) == 8:  # This is because llama.cpp has a special case for Mixtral.
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
@@ -192,7 +190,6 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             **_rule(output_layer(records), "q6_k"),
             **_rule(keys, "q8_0"),
             **_rule(output, "q5_k"),
-            **_rule(fused, _ONE_BIT_MORE[most]),
             **_rule([name for name in more if name not in keys], "q6_k"),
         }
         return {**rules, "all-linear": most}
@@ -222,10 +219,9 @@ _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
 # These are the names used by Llama, BERT, GPT-2 and ModernBERT.
 _MORE_BITS = re.compile(
-    r".*\.(v_proj|value|in_proj_qkvz?|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?"
+    r".*\.(v_proj|value|qkv_proj|c_attn|Wqkv|in_proj_qkvz?|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)"
+    r"(\..*)?"
 )
-_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
-_ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
 #: Named recipes, as functions mapping a model's records to a recipe.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
