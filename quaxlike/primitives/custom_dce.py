@@ -168,7 +168,7 @@ class custom_dce(Generic[_P, _T]):
                 raise TypeError(f"{', '.join(bound.kwargs)} can be given by keyword only")
         except TypeError as error:
             raise TypeError(
-                f"cannot give the arguments of custom_dce function {self.name} positions: {error}"
+                f"the arguments of the custom_dce function {self.name} cannot be made positional: {error}"
             ) from error
         return list(bound.args)
 

@@ -166,7 +166,8 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     if not chosen:
         arrays = {name: record.array for name, record in records.items()}
         raise ValueError(
-            f"'all-linear' finds no linear layer in the model; name the weights instead: {listing(arrays)}."
+            f"'all-linear' finds no linear layer in the model; name the weights instead, e.g. "
+            f"where=[{next(iter(arrays), 'weight')!r}]. The model has {listing(arrays)}."
         )
     return chosen
 

@@ -296,7 +296,7 @@ def test_arguments_without_positions():
         ({"y": 1.0, "w": 2.0}, "unexpected keyword argument 'w'"),
         ({"y": 1.0, "z": 2.0}, "z can be given by keyword only"),
     ]:
-        with pytest.raises(TypeError, match=f"custom_dce function f positions: .*{message}"):
+        with pytest.raises(TypeError, match=f"custom_dce function f cannot be made positional: .*{message}"):
             f(1.0, **kwargs)
     with pytest.raises(TypeError, match="z can be given by keyword only"):
         jax.jit(lambda x: f(x, x))(1.0)
