@@ -467,8 +467,8 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
 def materialise(tree: PyTree) -> PyTree:
     """Replaces every Value in `tree` by its dense array, including nested Values.
 
-    This can be used both inside and outside of quaxified functions. Since materialisation is explicit here,
-    it is not subject to the policy.
+    This can be used both inside and outside of quaxified functions. Note that calling this makes the
+    materialisation explicit, so it isn't subject to the policy.
     """
 
     def dense(leaf: Any) -> Any:
