@@ -58,8 +58,10 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 
 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
-    """Takes a dynamic slice along one axis. Note that `start` is clamped but never wrapped, just like in
-    JAX."""
+    """Takes a dynamic slice along one axis.
+
+    Note that `start` is clamped but never wrapped, just like in JAX.
+    """
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 

@@ -278,8 +278,10 @@ def has_context(eqn: jexc.JaxprEqn) -> bool:
 
 
 def is_differentiated(x: Any) -> bool:
-    """Returns whether an array is being differentiated. This is a best effort, as we only look at the tracer
-    itself."""
+    """Returns whether an array is being differentiated.
+
+    This is a best effort, as we only look at the tracer itself.
+    """
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
@@ -297,8 +299,10 @@ def flat_tree(leaves: list[Any]) -> Any:
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the value of a tracer that stands for a literal in a staged program. Anything else is returned
-    unchanged."""
+    """Returns the value of a tracer that stands for a literal in a staged program.
+
+    Anything else is returned unchanged.
+    """
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 

@@ -210,8 +210,10 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """Returns the error for a field that isn't an array. (For a `TypeError`, JAX would substitute its
-    own.)"""
+    """Returns the error for a field that isn't an array.
+
+    (For a `TypeError`, JAX would substitute its own.)
+    """
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 

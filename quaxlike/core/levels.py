@@ -54,7 +54,7 @@ def has_operators(value: Any) -> bool:
     if level is None or not level.in_rule:
         return False
     trace = compat.current_trace()
-    # if we don't find it then we're not in the rule
+    # If we don't find it then we're not in the rule.
     while trace is not None and getattr(trace, "tag", None) is not level.tag:
         trace = getattr(trace, "parent_trace", None)
     return trace is None

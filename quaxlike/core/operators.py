@@ -55,7 +55,7 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        # in this case no running level dispatches on it
+        # In this case no running level dispatches on it.
         if any(is_value(x) and level_of(x) is None for x in leaves):
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
@@ -188,7 +188,7 @@ class ArrayOperators:
     __le__ = _binary(operator.le)
     __gt__ = _binary(operator.gt)
     __ge__ = _binary(operator.ge)
-    # otherwise type checkers complain that None is incompatible with the `__hash__` of the other base
+    # Otherwise type checkers complain that None is incompatible with the `__hash__` of the other base.
     if TYPE_CHECKING:
 
         def __hash__(self) -> int: ...
@@ -223,7 +223,7 @@ class ArrayOperators:
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         """Returns `quaxlike.numpy`, whose functions accept Values. This is part of the array API standard."""
-        # this raises an error for unknown versions
+        # This raises an error for unknown versions.
         jnp.zeros(()).__array_namespace__(api_version=api_version)
         return importlib.import_module("quaxlike.numpy")  # imported here, as it depends on the core
 
@@ -246,8 +246,10 @@ class ArrayOperators:
         return (self[i] for i in range(len(self)))
 
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
-        """As `jax.Array.to_device`. This either moves to a device or applies a sharding of the logical
-        array."""
+        """As `jax.Array.to_device`.
+
+        This either moves to a device or applies a sharding of the logical array.
+        """
         return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:

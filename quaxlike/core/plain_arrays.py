@@ -15,16 +15,20 @@ from typing import Any
 
 
 def takes_no_like(cls: Any) -> bool:
-    """Returns whether `promote` of this class can be called without `like`. See `Value.promote` for what this
-    means."""
+    """Returns whether `promote` of this class can be called without `like`.
+
+    See `Value.promote` for what this means.
+    """
     like = inspect.signature(cls.promote).parameters.get("like")
     return like is not None and like.default is not like.empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """The hook of the trace. If there is any Value that requires this, it is called with primitives on plain
-    arrays."""
+    """The hook of the trace.
+
+    If there is any Value that requires this, it is called with primitives on plain arrays.
+    """
 
     asked_for_by: Callable[[Any], bool]  # whether a Value, or one nested inside it, requires this
     asked_for_by_type: Callable[[Any], bool]
@@ -42,7 +46,7 @@ class Placeholders:
     marked: Callable[..., tuple[Any, ...]]  # the slots of the operands, with their constants
     starts: Callable[..., tuple[Any, ...]]  # the carry of a loop for which we only know the initial value
     start: Callable[[Any, Any], Any]  # takes one slot of the carry, and its initial array
-    # the carry of a loop, after tracing one iteration to find out more
+    # The carry of a loop, after tracing one iteration to find out more.
     revealed: Callable[..., tuple[Any, ...] | None]
     without_guess: Callable[[Any], Any]
     either: Callable[[Any, Any], Any]
@@ -65,6 +69,8 @@ def either(a: Any, b: Any) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """If the type of a slot was only guessed, then returns the slot of a plain array. Any other is returned
-    unchanged."""
+    """If the type of a slot was only guessed, then returns the slot of a plain array.
+
+    Any other is returned unchanged.
+    """
     return hooks.placeholders.without_guess(slot) if hooks.placeholders else slot

@@ -206,8 +206,10 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """Finds a rule that matches after materialising some operands. We prefer not to materialise any that
-    refuse."""
+    """Finds a rule that matches after materialising some operands.
+
+    We prefer not to materialise any that refuse.
+    """
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
         return None
@@ -350,8 +352,10 @@ class _Materialisation:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """Returns how to materialise on purpose. This is the `to_materialise` of these types, or "allow" by
-        default."""
+        """Returns how to materialise on purpose.
+
+        This is the `to_materialise` of these types, or "allow" by default.
+        """
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):
             return instead

@@ -32,7 +32,7 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, (2, 2)),
 ]
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-# these are only used if there is nothing else
+# These are only used if there is nothing else.
 _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")
 
 

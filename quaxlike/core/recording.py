@@ -143,8 +143,10 @@ def endless(error: RecursionError) -> str | None:
 
 
 def in_bytes(size: int) -> str:
-    """`size` in bytes and in a readable unit. If it's a symbolic size from `jax.export` then just in
-    bytes."""
+    """`size` in bytes and in a readable unit.
+
+    If it's a symbolic size from `jax.export` then just in bytes.
+    """
     if not isinstance(size, int):
         return f"{size} bytes"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -116,8 +116,10 @@ def is_library(file: str) -> bool:
 
 
 def shorten_traceback(error: Exception) -> None:
-    """Cuts the traceback at the user's last frame. This is for errors whose messages already contain this
-    line."""
+    """Cuts the traceback at the user's last frame.
+
+    This is for errors whose messages already contain this line.
+    """
     if not compat.drops_frames(error):
         return
     kept = None

@@ -238,8 +238,10 @@ class QuaxTrace(jax.core.Trace):
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result if no rule matches. This is either a built-in of the interpreter, or else the
-        default."""
+        """Returns the result if no rule matches.
+
+        This is either a built-in of the interpreter, or else the default.
+        """
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)
         if (recorder := recording.active()) is not None:
@@ -284,8 +286,10 @@ class QuaxTrace(jax.core.Trace):
         return _lives_below(self, value)
 
     def adopt(self, value: Value) -> Any:
-        """Turns a late Value into an operand. This is either a tracer of this level, or an equation for
-        making one."""
+        """Turns a late Value into an operand.
+
+        This is either a tracer of this level, or an equation for making one.
+        """
         check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
@@ -347,8 +351,10 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:
-        """Converts the result of a rule to an array or a Value. (Rules are allowed to return NumPy arrays and
-        numbers.)"""
+        """Converts the result of a rule to an array or a Value.
+
+        (Rules are allowed to return NumPy arrays and numbers.)
+        """
         if kind_of(x) != "other" or _is_no_array(x):
             return x
         with jexc.set_current_trace(self.parent_trace):
@@ -450,8 +456,10 @@ def check_complete(value: Value) -> None:
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """Returns the class of each operand that's a Value, and None for any other operand. This is a cache
-    key."""
+    """Returns the class of each operand that's a Value, and None for any other operand.
+
+    This is a cache key.
+    """
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 

@@ -51,7 +51,7 @@ on_new_type: list[Callable[[Any], None]] = []
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything standing in for a JAX array inside a function wrapped in `quaxify`.
 
-    Only subclass this directly if it isn't an array. If it is, then use [`quaxlike.ArrayValue`][] instead.
+    Only subclass this directly for something that isn't an array. For arrays, use [`quaxlike.ArrayValue`][].
 
     A `Value` is an Equinox module, whose array fields are its leaves. Anything that determines its shape,
     dtype or dispatch should be a static field; these can hold any object that supports `==`, but never an
@@ -386,8 +386,7 @@ def _required_fields(cls: Any) -> list[str]:
     """Returns the names of those fields of a module or named tuple that aren't allowed to be None."""
     try:
         hints = typing.get_type_hints(cls)
-    # for a local class, or if there are no types, assume that any field can be None
-    except (NameError, TypeError):
+    except (NameError, TypeError):  # e.g. a local class, for which we assume that any field can be None
         hints = {}
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
@@ -502,8 +501,7 @@ def as_shapes(value: Value) -> Value:
 
 
 class OfType:
-    """A leaf of which we only know the type. Similar to `jax.ShapeDtypeStruct`, but for hijax types inside a
-    Value."""
+    """A leaf of which only the type is known. Like `jax.ShapeDtypeStruct`, but for hijax types in a Value."""
 
     __slots__ = ("aval",)
 

@@ -66,8 +66,10 @@ stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
 def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines the binary operator `own`. If it declines, then Python goes on to try `others` on the other
-    operand."""
+    """Defines the binary operator `own`.
+
+    If it declines, then Python goes on to try `others` on the other operand.
+    """
 
     def method(self: Any, other: Any) -> Any:
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
@@ -176,8 +178,10 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores the operators of mixins that come after `ArrayValue`. Without this, our stand-ins would shadow
-    them."""
+    """Restores the operators of mixins that come after `ArrayValue`.
+
+    Without this, our stand-ins would shadow them.
+    """
     if all(issubclass(base, Value) for base in cls.__bases__):
         return
     for base in cls.__mro__[cls.__mro__.index(Value) :]:

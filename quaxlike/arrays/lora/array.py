@@ -165,8 +165,10 @@ class LoraArray(AdaptedArray):
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:
-        """`scaling` in this dtype. We can multiply an array of the same dtype by this without it being
-        promoted."""
+        """`scaling` in this dtype.
+
+        We can multiply an array of the same dtype by this without it being promoted.
+        """
         # Avoid dividing by zero.
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
@@ -262,8 +264,10 @@ class LoraArray(AdaptedArray):
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """Resizes an axis. For new entries, the adapter's change is the mean of its changes to the existing
-        ones."""
+        """Resizes an axis.
+
+        For new entries, the adapter's change is the mean of its changes to the existing ones.
+        """
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x

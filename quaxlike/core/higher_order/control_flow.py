@@ -284,8 +284,10 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """Returns the position of each leaf among the inputs of the loop. Leaves that are shared by all rows
-    become constants."""
+    """Returns the position of each leaf among the inputs of the loop.
+
+    Leaves that are shared by all rows become constants.
+    """
     if not any(shared):
         return None
     first_carried = n_consts + sum(shared)

@@ -394,8 +394,10 @@ class _Results:
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """As `flatten`, but for a differentiated function. This materialises any Values whose tangents have
-        another form."""
+        """As `flatten`, but for a differentiated function.
+
+        This materialises any Values whose tangents have another form.
+        """
         if not self.decided:
             outs = [
                 dense(x, WHAT, hint=_HINT) if is_value(x) and not has else x
@@ -417,7 +419,7 @@ class _Residuals:
     """The layout of the residuals, and of those leaves of the results that don't have tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
-    # for each leaf: if it's a leaf of an operand then its index, otherwise None
+    # For each leaf: if it's a leaf of an operand then its index, otherwise None.
     places: tuple[int | None, ...] = ()
 
     @property

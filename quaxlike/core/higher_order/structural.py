@@ -163,8 +163,10 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Leaves indices unchanged if these are a Value of an outer level. They will be checked when that level
-    uses them."""
+    """Leaves indices unchanged if these are a Value of an outer level.
+
+    They will be checked when that level uses them.
+    """
     return operands[0]
 
 
@@ -174,8 +176,10 @@ builtin("select_if_vmap")(select)
 
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Writes a Value into a buffer in one of Equinox's loops. The buffer is first lifted to the type of the
-    Value."""
+    """Writes a Value into a buffer in one of Equinox's loops.
+
+    The buffer is first lifted to the type of the Value.
+    """
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)

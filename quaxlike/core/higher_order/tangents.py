@@ -226,8 +226,10 @@ def _has_leaf_of_its_shape(ct: Any) -> bool:
 
 
 def _dense_cotangent(ct: Any) -> Any:
-    """Converts a cotangent to an array. If it's a Value that can't be materialised, then we use its only leaf
-    instead."""
+    """Converts a cotangent to an array.
+
+    If it's a Value that can't be materialised, then we use its only leaf instead.
+    """
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
     return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)

@@ -309,8 +309,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Returns the table for a narrow terminal, in which all text belonging to a row is stacked in a single
-    cell."""
+    """Returns the table for a narrow terminal, in which all text of a row is stacked in a single cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 

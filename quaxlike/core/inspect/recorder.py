@@ -80,8 +80,10 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """Calls `tracing` only once for each key, but records its events every time. This is used for cached
-        jaxprs."""
+        """Calls `tracing` only once for each key, but records its events every time.
+
+        This is used for cached jaxprs.
+        """
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []

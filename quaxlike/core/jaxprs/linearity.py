@@ -64,8 +64,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Memoises `fn`, except if any of its arguments is unhashable (for instance because of an unhashable
-    static)."""
+    """Memoises `fn`, except if any of its arguments is unhashable (e.g. because of an unhashable static)."""
     cached = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)

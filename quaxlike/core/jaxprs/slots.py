@@ -46,7 +46,7 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 class LeafLayout:
     treedef: Any  # the treedef of a Value, or None for a plain array
     avals: tuple[Any, ...]
-    # for a plain array: the constant that it's filled with, if known (see core/plain_arrays.py)
+    # For a plain array: the constant that it's filled with, if known (see core/plain_arrays.py).
     constant: Any = None
     reason: str = ""  # why this is a plain array, for use in messages
 
@@ -181,7 +181,7 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
     # We can't just make up the contents of a pattern. For example, indices have to be distinct and in bounds.
     if not all(map(has_tangent, slot.avals)):
         return True
-    # these are exact in every dtype
+    # These are exact in every dtype.
     numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]
     with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]

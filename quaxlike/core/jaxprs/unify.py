@@ -47,8 +47,10 @@ class StructureError(OperandMismatch):
 
 
 def without_placeholder(x: Any) -> Any:
-    """Converts a placeholder (see core/plain_arrays.py) to a plain array. Anything else is returned
-    unchanged."""
+    """Converts a placeholder (see core/plain_arrays.py) to a plain array.
+
+    Anything else is returned unchanged.
+    """
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
@@ -73,7 +75,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    # if there is a plain array then lift this first
+    # If there is a plain array then lift this first.
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
     for first, second in orders:
         # Widen one side, and then check that the other side can be converted to the same form. Note that
@@ -148,8 +150,10 @@ def dense_when_incompatible(x: Any) -> Any:
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Materialises those parts of `a` that differ in `b`. If anything else differs then all of `a` is
-    materialised."""
+    """Materialises those parts of `a` that differ in `b`.
+
+    If anything else differs then all of `a` is materialised.
+    """
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 

@@ -51,8 +51,10 @@ class Annotation:
 
     @property
     def names_operand(self) -> bool:
-        """Whether this includes arrays or a Value type. (An annotation for a parameter of the primitive
-        doesn't.)"""
+        """Whether this includes arrays or a Value type.
+
+        (An annotation for a parameter of the primitive doesn't.)
+        """
         return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
 
     @property

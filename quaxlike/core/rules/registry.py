@@ -181,8 +181,10 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules whose annotations have been parsed so far. (For others, this is delayed until it's
-        needed.)"""
+        """The rules whose annotations have been parsed so far.
+
+        (For others, this is delayed until it's needed.)
+        """
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
@@ -234,8 +236,10 @@ _in_use = False
 
 
 def epoch() -> int:
-    """Returns the number of registrations so far. Any cache that depends on rules must have this in its
-    key."""
+    """Returns the number of registrations so far.
+
+    Any cache that depends on rules must have this in its key.
+    """
     return _epoch
 
 
@@ -411,8 +415,10 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 
 
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
-    """Converts a function to rules for a primitive. If operands have defaults then there are several of
-    these."""
+    """Converts a function to rules for a primitive.
+
+    If operands have defaults then there are several of these.
+    """
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
     first = hints.get(parameters[0].name) if parameters else None

@@ -265,7 +265,7 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            # assign both at once, because threads have other traces
+            # Assign both at once, because threads have other traces.
             self._here = weakref.ref(trace), right_here
         right_here.add(key)
 
@@ -308,8 +308,10 @@ class Keeping(Checked):
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `out` isn't a valid result. If just the dtype differs then this is only a
-    warning."""
+    """Raises a `RuleError` if `out` isn't a valid result.
+
+    If just the dtype differs then this is only a warning.
+    """
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
