@@ -1,9 +1,9 @@
 """`AdaptedArray`: a frozen weight with trained parts, the base class of all adapters.
 
-The invariant is that the base receives gradients precisely as specified by `gradients`, regardless of which
-rules are applied to the array. In particular, any rule that computes with the base must use `self.base`. If
-it used `self.w` instead, then gradients would leak into a frozen weight (and would be computed, at full
-size).
+The invariant is that the base receives gradients precisely as specified by `gradients`, no matter which rules
+are applied to the array. In particular, any rule that computes with the base must use `self.base`. If it used
+`self.w` instead, then gradients would leak into a frozen weight. (And we would be wasting memory on computing
+them, at full size.)
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class AdaptedArray(GradientsArray):
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
-    # We don't annotate these, so that a subclass can turn them into fields in whichever order it likes.
+    # Don't annotate these. This way a subclass can turn them into fields, in whichever order it likes.
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
@@ -198,8 +198,8 @@ class AdaptedArray(GradientsArray):
     def replace(self: _Self, **fields: Any) -> _Self:
         """Replaces some fields, without checking that they are consistent with the others.
 
-        If the old `w` controlled its own gradients, but the new one doesn't, then gradients are still
-        propagated as before.
+        The old `w` might control its own gradients even though the new one doesn't. In this case gradients
+        are still propagated as before.
         """
         fields = self.with_switches(fields, self.gradients)
         if self.numbers:
@@ -220,7 +220,8 @@ class AdaptedArray(GradientsArray):
         if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
             return NotImplemented
         w = widened(array, like.w)
-        # The array couldn't be lifted to the type of the base, so the two branches would still differ.
+        # We couldn't lift the array to the type of the base, which means that the two branches would still
+        # differ.
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
@@ -230,7 +231,7 @@ class AdaptedArray(GradientsArray):
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
-        """Propagates gradients to the base if `like` does so. Materialises if the axes differ."""
+        """Propagates gradients to the base if `like` does so. If the axes differ then this materialises."""
         if type(like) is not type(self):
             return NotImplemented
         # The parts correspond to different axes of the weight, so they aren't interchangeable.
@@ -244,7 +245,7 @@ class AdaptedArray(GradientsArray):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not knows_axes(self) or 0 in matrix_labels(self):
-            return NotImplemented  # a single row of a matrix can't have an adapter
+            return NotImplemented  # there's no such thing as an adapter for a single row
         return leading_axes((getattr(self, name), 0 in own) for name, own in labels_of(self).items())
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
@@ -286,8 +287,8 @@ def numbers_as_arrays(x: AdaptedArray) -> None:
                 object.__setattr__(x, name, _on_device(value))
 
 
-# Passing a device array to a compiled function is faster than passing a NumPy array. This is the fastest way
-# of converting it, and each result has its own buffer, so that it can be donated.
+# It's faster to pass a device array to a compiled function than a NumPy array. This is the fastest way of
+# converting it, and each result gets its own buffer, which means that it can be donated.
 _on_device = jax.jit(lambda x: x)
 
 
@@ -351,7 +352,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _decides(w: Any) -> bool:
-    """Returns whether a base controls its own gradients, in which case we don't freeze it."""
+    """Returns whether a base controls its own gradients. If it does then we don't freeze it."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
@@ -382,7 +383,7 @@ def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
 
 
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
-    """Sets `gradients` of all arrays to the strongest one amongst them."""
+    """Sets the `gradients` of all arrays to whichever is the strongest amongst them."""
     marks: list[Gradients] = [gradients_through(x, *adapted) for x in adapted]
     return [with_gradients(x, strongest(*marks)) for x in adapted]
 
@@ -465,7 +466,7 @@ def _labels(
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
         if ndim is not None:
             parts[name] = words, ndim - sum(size.get(word, 1) for word in words)
-    # A part can have more batch axes than the base, if the base is shared by several adapters.
+    # The base might be shared by several adapters, in which case a part has more batch axes than the base.
     n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
     axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
     batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]

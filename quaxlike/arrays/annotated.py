@@ -1,8 +1,8 @@
 """`AnnotatedArray`: an array with static metadata.
 
-A primitive without a rule must never preserve metadata by accident, as e.g. a unit would then be silently
-wrong. So either the primitive is known to only move elements (`STRUCTURAL`), or it's applied to the bare
-array.
+Metadata must never survive a primitive by accident. For example, a unit would then be silently wrong. So if a
+primitive doesn't have a rule, then it must either be known to only move elements (`STRUCTURAL`), or else it's
+applied to the bare array.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +79,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # We copy this, since rules registered by a subclass mustn't apply to its parent.
+        # Copy this, as rules registered by a subclass mustn't apply to its parent as well.
         cls._several = dict(cls._several)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -95,7 +95,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
         """Binds the primitive to the operands, with this class's metadata removed. For use in rules."""
-        # Only unwrap this class, so that any other Values amongst the operands still use their own rules.
+        # Only unwrap this class. Any other Values amongst the operands should still use their own rules.
         arrays = [x.array if isinstance(x, cls) else x for x in operands]
         return quaxify(primitive.bind)(*arrays, **params)
 
@@ -174,7 +174,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
         element = jax.ShapeDtypeStruct((), xs[0].dtype)
         elements = (xs[0].with_array(element), element)
         arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
-    # If the metadata differs, then neither would be correct for all elements of the result.
+    # If the metadata differs, then there's no choice that would be correct for all elements of the result.
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented
     return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))

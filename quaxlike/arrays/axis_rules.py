@@ -1,10 +1,11 @@
 """Rules for the axes of adapted arrays: transposes, slices, joins, reshapes and lookups of each part.
 
 The same rules work for every type, because we label the axes of all parts (`labels_of`). If an axis of a part
-corresponds to an axis of the whole array, then its label is the number of that axis. Axes that only occur in
-parts, e.g. the rank of a LoRA, have negative labels. If a part doesn't have some label then it's constant
-along that axis. Thus a rule can apply the same operation to each part as to the whole array, along those
-labels that the part has, and then record the new positions of the output and input axes.
+corresponds to an axis of the whole array, then its label is the number of that axis. If an axis only occurs
+in parts, such as the rank of a LoRA, then its label is negative. Note that a part doesn't need to have all of
+the labels; it's constant along any axis whose label it doesn't have. So what a rule does is to apply the same
+operation to each part as to the whole array, along those labels that the part has. Afterwards it records the
+new positions of the output and input axes.
 
 The following two invariants hold before and after each rule:
 
@@ -15,9 +16,9 @@ The following two invariants hold before and after each rule:
     them from the end. If an operation would violate this, then we first add all batch axes to the part
     (`with_all_axes`).
 
-It's always possible to slice batch axes, since each matrix of a stack has its own adapter. Outputs and inputs
-can only be sliced if the type allows it (`cuttable`), and can only be moved or reshaped if the type is able
-to represent their new positions (`any_axes`).
+We can always slice batch axes, because each matrix of a stack has its own adapter. In contrast, outputs and
+inputs can only be sliced if the type allows it (`cuttable`), and can only be moved or reshaped if the type is
+able to represent their new positions (`any_axes`).
 """
 
 import math
@@ -66,7 +67,7 @@ def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
     new = {name: tuple(at[n + i] for i in axes if n + i in at) for name, axes in old.items()}
     if new == old:
         return {}
-    # A single row or column is not a weight.
+    # If there are no outputs or inputs left then this is a single row or column, which isn't a weight.
     return new if x.any_axes and all(new.values()) else None
 
 
@@ -94,7 +95,7 @@ def with_all_axes(x: AdaptedArray) -> Any:
 
 
 def _even(x: AdaptedArray) -> Any:
-    """Expands any parts that have size one along a batch axis, where the whole array doesn't."""
+    """Expands any parts that have size one along a batch axis for which the whole array has another size."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
         if any(i >= 0 and size != x.shape[i] for i, size in sizes):
@@ -288,7 +289,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     batch = [i for i in range(n) if i not in matrix]
     ends = len(batch) - n  # this is used if all batch axes are leading ones, and the matrix isn't reshaped
     kept = batch == [*range(len(batch))] and tuple(new_sizes[ends:]) == x.shape[ends:]
-    # The matrix doesn't have any batch axes yet, so all new axes have size one.
+    # Without any batch axes so far, all of the new axes must have size one.
     if kept and not batch:
         return rearranged(x, [*range(n, m), *range(n)])
     if kept:
@@ -436,8 +437,9 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # It's enough to fill the base with NaN, since the result will then be NaN as well. But if some part
-    # doesn't have all indexed axes then its slices are shared, so they mustn't be filled.
+    # Filling the base with NaN is enough, because the result is then NaN as well. However, if some part
+    # doesn't have all of the indexed axes then its slices are shared between lookups, so we mustn't fill
+    # them.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):
         found = _matrices(x, Lookup(x, indices, dnums, slice_sizes, mode, params), fill_value)
@@ -445,7 +447,7 @@ def looked_up(
             return found
     if rows is None:
         return NotImplemented
-    # Fill the rows at the end, as NaNs would otherwise propagate to the gradients of all parts.
+    # Don't fill the rows until the end. Otherwise NaNs would propagate to the gradients of all parts.
     found = rows(x, Lookup(x, indices, dnums, slice_sizes, "clip" if outside else mode, params))
     if found is NotImplemented or not outside:
         return found

@@ -42,8 +42,8 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
-    # A part might be missing batch axes that it doesn't depend on. Use `stacked` to add these first, so that
-    # `order` is valid for every part.
+    # If a part doesn't depend on some batch axes then it might not have them. So use `stacked` to add these
+    # first, after which `order` is valid for every part.
     return x.stacked().each(lambda part, own: jnp.transpose(part, (*order, *range(n, n + own))))
 
 
@@ -57,7 +57,7 @@ def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
-    # Otherwise elements would move between different arrays of the stack.
+    # Any other reshape would move elements between different arrays of the stack.
     if num_new < 0 or tuple(new_sizes[num_new:]) != x.shape[n:] or math.prod(batch) != math.prod(x.shape[:n]):
         return NotImplemented
     return x.stacked().each(lambda part, own: jnp.reshape(part, (*batch, *part.shape[part.ndim - own :])))

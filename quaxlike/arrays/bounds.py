@@ -1,8 +1,8 @@
 """Starts, bounds and fill values for `dynamic_slice` and `gather` when indices are out of bounds.
 
-`jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive, whereas the primitives
-themselves never do so. Rules therefore mustn't wrap indices either, as otherwise they would return elements
-where JAX clamps or fills.
+`jax.numpy` and `jax.lax` wrap negative indices before binding a primitive, whereas the primitives themselves
+never do. This means that rules mustn't wrap indices either. If they did, then they would return actual
+elements in cases where JAX clamps or fills.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ def cuts_of(
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
     """As `lax.slice_in_dim`, but doesn't pass any strides if they are 1.
 
-    If there are strides then JAX compiles each slice separately, whereas otherwise the start is an operand.
+    This is much faster for many different slices: with strides, JAX compiles each of them separately, whereas
+    without strides the start is just an operand.
     """
     starts, limits = [0] * operand.ndim, list(operand.shape)
     starts[axis], limits[axis] = start, limit
@@ -49,15 +50,18 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     - `slice_size`: the size of the slice along this axis.
     """
     start = jnp.asarray(start)
-    # E.g. for int8, the last valid start along a long axis might not be representable. If this were to wrap
-    # around, then every start would be clamped to the wrong value.
+    # The last valid start along a long axis might not be representable, for example in int8. If it were to
+    # wrap around, then every start would be clamped to the wrong value.
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
     zero = jnp.zeros((), start.dtype)
     return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)
 
 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
-    """Takes a dynamic slice along one axis. Note that `start` is clamped, but never wrapped."""
+    """Takes a dynamic slice along one axis.
+
+    Note that `start` is clamped but never wrapped, just like in JAX.
+    """
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 
@@ -89,7 +93,8 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Returns which slices of a `gather` are within bounds, as a NumPy array if the indices are concrete.
+    """Returns which slices of a `gather` are within bounds. This is a NumPy array if the indices are
+    concrete.
 
     **Arguments:**
 

@@ -90,7 +90,8 @@ def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
     """Multiplies `x` and `y`, summing over labels not in `keep`. Also returns the labels of the result."""
-    # If a label only occurs in one of the operands then we sum over it beforehand, for a smaller product.
+    # If a label only occurs in one of the operands then sum over it beforehand, which makes the product
+    # smaller.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -139,7 +140,8 @@ def common_dtype(*arrays: Any) -> Any:
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
-    # Rules run under the user's settings, so strict promotion would raise errors for our own computations.
+    # Rules run under the user's settings. If these ask for strict promotion, then without this our own
+    # computations would raise errors.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 

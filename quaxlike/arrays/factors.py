@@ -1,7 +1,7 @@
 """Factors of arrays that are made from several parts, and what we know about them during tracing.
 
-Distributing a product over the parts is only exact for finite factors, and only if every part has elements.
-The functions below detect the cases in which this doesn't hold.
+If we multiply an array by a factor, then distributing this over the parts is only exact if the factor is
+finite, and if every part has elements. The functions below detect the cases in which this doesn't hold.
 """
 
 from typing import Any
@@ -38,6 +38,6 @@ def reciprocal(y: Any) -> Any:
     y = compat.literal_of(y)
     if isinstance(y, jax.core.Tracer):
         return 1 / y
-    # Without this, the result would be traced when called under `jax.jit`.
+    # If we're called under `jax.jit` then the result would be traced without this.
     with jax.core.eval_context():
         return 1 / jnp.asarray(y)

@@ -1,7 +1,7 @@
 """`gradients`: whether a part that's frozen by default receives gradients, and whether it's trained.
 
-The possible values are ordered, and combining two arrays must keep the stronger one, as otherwise we would
-freeze something that the user is training.
+The possible values are ordered. Whenever two arrays are combined, we must keep the stronger of the two,
+because otherwise we might freeze something that the user is training.
 """
 
 from collections.abc import Mapping
@@ -65,8 +65,8 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
             return dict(fields)
         train, passes = cls.older_switches
         mark = fields.get("gradients", "none")
-        # An old file might only contain one of the two fields, in which case the other one is given by
-        # `gradients`.
+        # An old file might only contain one of the two fields. In this case `gradients` determines the other
+        # one.
         trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
         kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
         return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}

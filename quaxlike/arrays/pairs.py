@@ -1,6 +1,6 @@
 """Rules that fuse two array types into a single product, if a kernel supports this.
 
-Without these rules, redispatch would compute the same result using separate products. They are therefore
+Without any of these rules, redispatch would compute the same result by using separate products. So they are
 purely an optimisation, and nothing else is allowed to rely on them.
 """
 

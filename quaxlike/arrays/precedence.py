@@ -1,8 +1,8 @@
 """The order in which rules for nested array types are tried if several match.
 
-Types with a higher precedence are tried first. If types are nested then these are the outer ones, which apply
-the primitive to their contents. (If an inner type were tried first, then it would need a rule for every
-possible outer type.) Types that aren't listed have precedence 0.
+Types with a higher precedence are tried first. If types are nested then these should be the outer ones, which
+apply the primitive to their contents. (If we were to try an inner type first instead, then it would need a
+rule for every possible outer type.) Any type that isn't listed has precedence 0.
 """
 
 ADAPTED = -1  # for rules that handle any adapter, so that those for a specific type come first

@@ -1,7 +1,8 @@
 """Dtypes and shapes in annotations, such as jaxtyping's `Float[Array, "n m"]`.
 
-Dispatch orders rules by `implies`, and `excludes` lets two rules coexist. Both are conservative: they return
-False when in doubt, since incorrectly returning True would silently select the wrong rule.
+Dispatch orders rules using `implies`, and uses `excludes` to decide whether two rules can coexist. Both are
+conservative, in that they return False when in doubt. This is important because incorrectly returning True
+would silently select the wrong rule.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ class Axis(NamedTuple):
     or_one: bool = False
 
     def implies(self, other: "Axis") -> bool:
-        """Returns whether every size allowed here is allowed by `other`, ignoring sizes shared between
-        axes."""
+        """Returns whether every size allowed here is also allowed by `other`. Note that this ignores sizes
+        that are shared between several axes."""
         return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
 
 
@@ -31,7 +32,8 @@ class Axis(NamedTuple):
 class ArrayKind:
     """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
-    We don't keep the names of axes, only which axes have the same name.
+    We don't keep the names of axes, but only record which axes have the same name. This means that e.g. `"n
+    n"` and `"m m"` are equal.
     """
 
     dtypes: Any = None
@@ -53,7 +55,7 @@ class ArrayKind:
                 axes.append(Axis(size=int(name), or_one=or_one))
             elif name.isidentifier() and names.count(name) > 1:
                 axes.append(Axis(same_as=names.index(name), or_one=or_one))
-            else:  # also an expression in other operands' axes
+            else:  # this includes an expression in the axes of other operands
                 axes.append(Axis())
         last = None if more is None else tuple(axes[more:])
         return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
@@ -87,7 +89,7 @@ class ArrayKind:
             return False
         if (self.first, self.last) == (other.first, other.last):
             return True
-        # We accept any number of axes, but `other` does not.
+        # We accept any number of axes whereas `other` doesn't, so some of our arrays are not of its kind.
         if self.last is not None and other.last is None:
             return False
         theirs = other._axes(len(self.first) + len(self.last or ()))
@@ -99,8 +101,8 @@ class ArrayKind:
                 same.setdefault(y.same_as, set()).add(x)
             elif y is not None and not x.implies(y):
                 return False
-        # `other` requires these axes to have equal sizes. We can only guarantee this if our axes have the
-        # same fixed size, or the same name.
+        # Here `other` requires several axes to have equal sizes. We can only guarantee this if ours have
+        # either the same fixed size or the same name.
         known = [all(axis != Axis() and not axis.or_one for axis in axes) for axes in same.values()]
         return all(known) and all(len(axes) == 1 for axes in same.values())
 
@@ -111,8 +113,8 @@ class ArrayKind:
         for x, y in ((self, other), (other, self)):
             if x.last is None:
                 own, others = x.first, y._axes(len(x.first))
-                # Different fixed sizes exclude each other, whereas named sizes might always turn out to be
-                # equal.
+                # Different fixed sizes exclude each other. (Unlike named sizes, which might always turn out
+                # to be equal.)
                 return others is None or any(
                     b is not None
                     and None not in (a.size, b.size)
@@ -124,8 +126,8 @@ class ArrayKind:
 
 
 def _read(word: str) -> tuple[bool, str, bool]:
-    """Parses an axis of a jaxtyping shape. Returns whether it's variadic, its name or size, and whether it
-    may be 1."""
+    """Parses one axis of a jaxtyping shape. Returns whether it is variadic, its name or size, and whether
+    it's also allowed to be 1."""
     if word == "...":
         return True, "", False
     rest = word.lstrip("#*_?")

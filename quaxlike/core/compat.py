@@ -1,8 +1,8 @@
 """Access to private modules of JAX, and differences between versions of JAX.
 
-Nothing else in this package uses `jax._src`, or depends on the version, which is enforced by a lint rule
-(TID251). So if a new release of JAX breaks something then it can only be this file, and
-tests/core/test_compat.py will tell us where.
+Nothing else in this package uses `jax._src` or depends on the version of JAX, and a lint rule (TID251)
+enforces this. As a result, if something breaks with a new release of JAX then the cause must be in this file,
+in which case tests/core/test_compat.py should tell us where.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,7 +42,7 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# Represents a sharding that isn't specified for a jit, which doesn't have a public name.
+# Represents a sharding that isn't specified for a jit. JAX doesn't have a public name for this.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 # Hides the frames of JAX and of this package in tracebacks, as specified by `jax_traceback_filtering`.
@@ -56,9 +56,10 @@ def hide_file(path: str) -> None:
 
 
 def drops_frames(error: Exception) -> bool:
-    """Returns whether `jax_traceback_filtering` permits us to drop frames from the traceback of this error.
+    """Returns whether we're allowed to drop frames from the traceback of this error.
 
-    If so, then this also removes JAX's first traceback, which shows where an equation was created.
+    This depends on `jax_traceback_filtering`. If we are, then this also removes the first traceback attached
+    by JAX, which shows where an equation was created.
     """
     if traceback_util._filtering_mode() == "off":
         return False
@@ -86,7 +87,8 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace the current one. JAX's context manager would add another microsecond for every primitive.
+# Makes a trace the current one. We don't use the context manager provided by JAX, because this would add
+# another microsecond to every primitive.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -100,27 +102,27 @@ def bind_with_trace(
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-# All settings of JAX that affect jaxprs (mesh, x64, axis names, ...).
+# All settings of JAX that affect jaxprs (the mesh, x64, axis names and so on).
 trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
-    """Returns whether 64-bit types are enabled. This is faster than a lookup by name."""
+    """Returns whether 64-bit types are enabled. (This is faster than looking up the setting by name.)"""
     return config.enable_x64.value
 
 
 def set_user_context(context: Any, value: Any) -> None:
-    """Sets a context created by `jax.make_user_context`, without ever restoring it."""
+    """Sets a context created by `jax.make_user_context`, without ever restoring its previous value."""
     context._obj.set_local(value)
 
 
 class DecidedLate:
-    """A setting whose value is determined when JAX first uses it in a cache key.
+    """A setting whose value is only determined when JAX first uses it in a cache key.
 
-    JAX's settings are thread-local, but asyncio tasks share a thread, so we can't set one per task. Instead
-    we set the context to an instance of this class, whose value is only computed once JAX hashes or compares
-    it. At that point the context is also reset to a new, undecided instance. Afterwards, this instance is
-    equal to the value that was computed.
+    Settings in JAX are thread-local, whereas asyncio tasks all share one thread, so we can't set a different
+    value for each task. To work around this, we set the context to an instance of this class, whose value is
+    computed once JAX hashes or compares it. At this point the context is also reset to a new, undecided
+    instance. From then on, the old instance is equal to the value that was computed.
     """
 
     __slots__ = ("_context", "_decide", "_decided")
@@ -162,7 +164,8 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
-# A jaxpr with its constants. Since JAX 0.11 this applies to every jaxpr, and the old name will be removed.
+# A jaxpr along with its constants. Since JAX 0.11 this is what every jaxpr is, and the old name will be
+# removed.
 if TYPE_CHECKING:
     ClosedJaxpr = jexc.Jaxpr
 else:
@@ -174,14 +177,15 @@ def trace_to_jaxpr(
     avals: Sequence[jax.core.AbstractValue],
     debug_info: jexc.DebugInfo,
 ) -> tuple[Any, list[Any]]:
-    """Traces `fun`, which accepts and returns flat lists.
+    """Traces `fun`, which must accept and return flat lists.
 
     **Returns:**
 
-    A jaxpr without constants, and the constants, which have become its first inputs.
+    A jaxpr that doesn't have any constants, and the values of these constants, which have become its first
+    inputs.
     """
-    # Drop the names of the arguments and results, since JAX checks that there is precisely one for each, and
-    # we change how many there are.
+    # Drop the names of the arguments and results. JAX checks that there is precisely one name for each, but
+    # here we change how many there are.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
@@ -199,8 +203,8 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Closes an open jaxpr.
 
-    Without any constants, this always returns the same object for the same jaxpr, so that it can be used as a
-    cache key.
+    If there are no constants, then this always returns the same object for the same jaxpr. This means that
+    the result can be used as a cache key.
     """
     if hasattr(jaxpr, "consts"):
         return jaxpr
@@ -217,7 +221,7 @@ _closed_lock = threading.Lock()
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns the open jaxpr inside a closed one without constants, which is required by some primitives."""
+    """Returns the open jaxpr inside a closed one without constants. Some primitives require this form."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -227,7 +231,8 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
     """Returns the transpose rule of a primitive, as a function that returns cotangents.
 
-    Some rules in JAX add to accumulators instead, so we wrap these.
+    Some of JAX's own rules don't return their cotangents, but add them to accumulators instead. We wrap these
+    so that every rule can be called in the same way.
     """
     fancy = ad.fancy_transposes.get(primitive)
     return ad.primitive_transposes[primitive] if fancy is None else functools.partial(_returning, fancy)
@@ -240,7 +245,7 @@ def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any
 
 
 def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Memoises a function on its first argument, for the lifetime of this object."""
+    """Memoises a function on its first argument. The cache doesn't keep this object alive."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 
@@ -255,7 +260,10 @@ def has_context(eqn: jexc.JaxprEqn) -> bool:
 
 
 def is_differentiated(x: Any) -> bool:
-    """Returns whether an array is being differentiated, as far as we can tell from the tracer itself."""
+    """Returns whether an array is being differentiated.
+
+    This is a best effort, as we only look at the tracer itself.
+    """
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
@@ -268,12 +276,15 @@ def source_of(eqn: jexc.JaxprEqn) -> Any:
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """Wraps a list in the container that shard_map uses for results and their metadata."""
+    """Wraps a list in the container that shard_map uses for its results and for their metadata."""
     return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the value of a tracer that is a literal in a staged program. Otherwise returns `x` itself."""
+    """Returns the value of a tracer that stands for a literal in a staged program.
+
+    Anything else is returned unchanged.
+    """
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 
@@ -312,7 +323,7 @@ _JITTED = type(jax.jit(lambda: None))
 
 def is_jit_without_options(fun: Any) -> bool:
     """Returns whether `fun` was created by `jax.jit(f)`, without any options."""
-    if type(fun) is not _JITTED:  # another wrapper might have copied its attributes
+    if type(fun) is not _JITTED:  # because another wrapper might have copied the attributes of a jit
         return False
     info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -334,7 +345,7 @@ def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
     return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
 
 
-# The flat backward function of a custom_vjp returns its cotangents and, since JAX 0.11, logs.
+# The flat backward function of a custom_vjp returns its cotangents. Since JAX 0.11 it also returns logs.
 BWD_RETURNS_LOGS = flattree is not None
 
 
@@ -345,8 +356,8 @@ BWD_RETURNS_LOGS = flattree is not None
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
     """Returns all primitives in JAX's tables of rules, by name.
 
-    There can be several if libraries chose the same name, except that a public primitive of JAX takes
-    precedence.
+    Note that there can be several with the same name, because libraries are free to choose any name they
+    like. The exception is that a public primitive of JAX takes precedence over all others.
     """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
@@ -362,7 +373,7 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """Returns the parameters of a primitive, as far as they occur in the signature of its lowering rule."""
+    """Returns those parameters of a primitive that we can find in the signature of its lowering rule."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # might be a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
@@ -371,11 +382,11 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """Returns the number of operands of a primitive; None if this varies, or can't be determined."""
+    """Returns the number of operands of a primitive, or None if this either varies or can't be determined."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
-        return len(jvp.args[0])  # one rule per operand
+        return len(jvp.args[0])  # there is one rule per operand
     function = getattr(lowering, "func", lowering)
     if function is lax_internal._nary_lower_hlo:
         builder = inspect.signature(lowering.args[0]).parameters.values()
@@ -386,15 +397,16 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
         return None
     _, *rest = inspect.signature(lowering).parameters.values()  # the first is a context
     operands = [p for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # Some lowering rules don't have keyword-only parameters, so we can't distinguish these from operands.
+    # Some lowering rules don't mark their parameters as keyword-only, in which case we can't distinguish
+    # these from operands.
     clear = len(operands) == 1 or any(p.kind is p.KEYWORD_ONLY for p in rest)
     varies = any(p.kind is p.VAR_POSITIONAL for p in rest) or any(p.default is not p.empty for p in operands)
     return len(operands) if clear and not varies else None
 
 
-# Private functions, variables and error messages of JAX 0.10 to 0.12, which we identify by name because there
-# is no public API for any of this. Each of them has a test in tests/core/test_compat.py, which will fail if a
-# new version of JAX changes it.
+# The following are private functions, variables and error messages of JAX 0.10 to 0.12. We identify them by
+# name, as there is no public API for any of this. Each of them has a test in tests/core/test_compat.py, which
+# will fail if a new version of JAX changes it.
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
@@ -428,7 +440,8 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 def traceback_of_equation(frame: types.FrameType) -> Any:
     """Returns the traceback that was recorded for the equation being interpreted by this frame, or None.
 
-    JAX's interpreters store this equation in a variable called `eqn`, and ours in `step`.
+    This reads a local variable of the interpreter. In JAX's own interpreters this is called `eqn`, whereas in
+    ours it's called `step`.
     """
     if {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
         return None
@@ -474,13 +487,14 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Ensures that JAX chooses devices before lowering `primitive`, as its lowering rule depends on these."""
+    """Ensures that JAX chooses devices before it lowers `primitive`, because the lowering rule depends on
+    these."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Returns whether a tracer is the zeros that `jax.jacfwd` uses for a missing tangent."""
+    """Returns whether a tracer represents the zeros that `jax.jacfwd` substitutes for a missing tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
@@ -493,7 +507,8 @@ def lowers_with_devices(jaxpr: Any) -> bool:
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
     """Lowers as if the operands didn't vary over any axis of a `shard_map`.
 
-    A kernel can't declare which axes its results vary over, and in any case this doesn't affect its lowering.
+    This is needed because a kernel has no means of declaring which axes its results vary over. In any case,
+    this information doesn't affect how it is lowered.
     """
     unvaried = core.ManualAxisType()
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
@@ -502,10 +517,10 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 
 
 def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
-    """Makes `checkify` report the same errors for `primitive` (which returns its only operand) as for
-    `other`.
+    """Makes `checkify` report the same errors for `primitive` as it does for `other`.
 
-    The operands and parameters of `other` are `as_other(operand, **params)`.
+    Here `primitive` just returns its only operand. The operands and parameters of `other` are given by
+    `as_other(operand, **params)`.
     """
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
@@ -522,22 +537,22 @@ def register_dce(
 ) -> None:
     """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`.
 
-    Since JAX 0.12, such a rule also receives the references that are read later on, which we ignore, because
-    our primitives don't use references.
+    Since JAX 0.12, such a rule is also passed the references that will be read later on. We ignore these,
+    because none of our primitives use references.
     """
     takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
     registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
     partial_eval.dce_rules[primitive] = registered
 
 
-# Before version 0.12, JAX doesn't eliminate dead code in the body of a `while_loop`.
+# JAX doesn't eliminate dead code in the body of a `while_loop` until version 0.12.
 WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
     jaxpr: ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """Eliminates dead code in a closed jaxpr. Also returns which inputs still exist."""
+    """Eliminates dead code in a closed jaxpr. Also returns which of its inputs are still there."""
     live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
@@ -585,7 +600,8 @@ def vary_over(x: Any, axes: frozenset[Any]) -> Any:
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes all arrays vary over the same mesh axes.
 
-    Primitives require this inside a `shard_map`, in which a newly created array doesn't vary over any axis.
+    Inside a `shard_map`, primitives require this of their operands. It doesn't happen by itself, because a
+    newly created array doesn't vary over any axis.
     """
     axes = frozenset[Any]().union(*map(varying_axes, operands))
     return [vary_over(x, axes) for x in operands] if axes else list(operands)

@@ -1,9 +1,10 @@
 """Fast construction of Values, with a check for arrays in static fields.
 
-An instance created by the fast path must be equal to the one that Equinox would create, so we only use it if
-constructing the class does nothing except set its fields. The check ensures that every Value can be used as a
-cache key: otherwise an array in a static field, which isn't hashable, would make `jit` fail with an error
-that isn't related to the actual mistake.
+An instance created by the fast path must be equal to the one that Equinox would create. For this reason we
+only use it if constructing the class does nothing except for setting its fields.
+
+The check ensures that every Value can be used as a cache key. Arrays aren't hashable, so without it an array
+in a static field would make `jit` fail, with an error that has nothing to do with the actual mistake.
 """
 
 import copyreg
@@ -20,10 +21,11 @@ from . import compat
 
 
 class _Making(type):
-    """Runs `__new__` and `__init__` for Equinox's metaclass, skipping `__init__` where Python would skip it.
+    """Runs `__new__` and `__init__` for Equinox's metaclass, but skips `__init__` if Python would skip it.
 
-    Note that `__new__` is allowed to return an object of another class, or an instance that it created
-    earlier. In these cases we must not run `__init__` (again).
+    Note that `__new__` is allowed to return an object of another class, or an instance that it already
+    created earlier on. In the first case we mustn't run `__init__` at all, and in the second case we mustn't
+    run it again.
     """
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,10 +41,11 @@ class _Making(type):
 class QuickMeta(type(eqx.Module), _Making):
     """Creates instances of Values quickly.
 
-    Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the second
-    instance onwards. (Equinox still checks the class once.) We only do so if constructing an instance just
-    sets its fields. That is, the class doesn't define `__init__`, `__new__`, `__post_init__` or
-    `__check_init__`, and none of its fields has a converter or a default factory.
+    Going through Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the
+    second instance onwards. (This means that Equinox still checks each class once.) We only do so if all that
+    happens when constructing an instance is that its fields are set. That is to say, the class doesn't define
+    any of `__init__`, `__new__`, `__post_init__` or `__check_init__`, and none of its fields has a converter
+    or a default factory.
     """
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +61,8 @@ class QuickMeta(type(eqx.Module), _Making):
             except _NotToInitialise as found:
                 return found.instance
             except ValueError as error:
-                # Equinox flattens all arguments as pytrees, and JAX refuses dictionaries with unsortable
-                # keys, even in static fields.
+                # Equinox flattens all arguments as pytrees, including the ones for static fields. However,
+                # JAX refuses to flatten a dictionary whose keys can't be sorted.
                 if not compat.has_unsortable_keys(error) or not _sets_fields(cls):
                     raise
                 instance = _made(cls, args, kwargs)
@@ -68,7 +71,7 @@ class QuickMeta(type(eqx.Module), _Making):
                 _plain_fields[cls] = _fields_if_plain(cls)
             return instance
         instance: Any = object.__new__(cls)
-        for i, name in enumerate(names):  # `zip(..., strict=True)` would take twice as long
+        for i, name in enumerate(names):  # because `zip(..., strict=True)` would take twice as long
             object.__setattr__(instance, name, args[i])
         if _static_fields(type(instance)):
             _check_statics(instance)
@@ -76,10 +79,10 @@ class QuickMeta(type(eqx.Module), _Making):
 
 
 def _pickled(cls: Any) -> Any:
-    """Pickles a class created by `plum.parametric`, either by name or (for e.g. `P["m"]`) as `P` and its
-    parameter.
+    """Pickles a class created by `plum.parametric`.
 
-    A class such as `P["m"]` is not an attribute of any module, so it can't be pickled by name.
+    A class such as `P["m"]` is not an attribute of any module, so it can't be pickled by name. Instead we
+    pickle `P` and the parameter. All other classes are pickled by name.
     """
     if not vars(cls).get("_concrete"):
         return cls.__qualname__
@@ -91,7 +94,7 @@ def _of_parameter(cls: Any, parameter: Any) -> Any:
 
 
 class _NotToInitialise(Exception):
-    """Passes the result of `__new__` through Equinox, which would otherwise initialise it."""
+    """Passes the result of `__new__` through Equinox, which would otherwise go on to initialise it."""
 
     def __init__(self, instance: Any) -> None:
         super().__init__(instance)
@@ -109,8 +112,9 @@ def _is_frozen(instance: Any) -> bool:
     return False
 
 
-# For each class that was instantiated, its field names if construction only sets these, or otherwise None.
-# (These classes are kept alive by JAX's pytree registry in any case.)
+# For each class that has been instantiated: the names of its fields if constructing it only sets these, or
+# None if it does anything else. (Note that we aren't leaking memory here, as these classes are kept alive by
+# JAX's pytree registry in any case.)
 _plain_fields: dict[type, tuple[str, ...] | None] = {}
 
 
@@ -126,9 +130,9 @@ def _fields_if_plain(cls: type) -> tuple[str, ...] | None:
 
 
 def _sets_fields(cls: type) -> bool:
-    """Returns whether `dataclasses` generated `__init__`, and nothing else runs on construction."""
+    """Returns whether `__init__` was generated by `dataclasses`, and nothing else runs on construction."""
     return (
-        # Dataclasses compile their generated `__init__` from a string.
+        # This is how we recognise a generated `__init__`, since `dataclasses` compiles these from a string.
         getattr(cls.__init__, "__code__", None) is not None
         and cls.__init__.__code__.co_filename == "<string>"
         and cls.__new__ is eqx.Module.__new__
@@ -137,7 +141,7 @@ def _sets_fields(cls: type) -> bool:
 
 
 def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Creates an instance in the same way as Equinox."""
+    """Creates an instance in the same way as Equinox, but without flattening any of the arguments."""
     instance = object.__new__(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     given = dict(zip([f.name for f in fields if not f.kw_only], args, strict=False)) | kwargs

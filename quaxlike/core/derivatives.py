@@ -1,8 +1,8 @@
 """Derivatives of Values as returned by JAX, which don't have tangents for indices, codes and keys.
 
-JAX returns float0 arrays as the tangents of integer leaves (or, in `jax.jacfwd`, zeros). A Value with such
-leaves doesn't have its original pattern any more, so using it as an array would silently give incorrect
-results. We raise an error instead.
+In place of tangents for integer leaves, JAX returns float0 arrays (or, in the case of `jax.jacfwd`, zeros).
+This means that a Value with such leaves has lost its original pattern, and using it as an array would
+silently give incorrect results. So we raise an error instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,20 +32,21 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Returns whether traced leaves of a Value are the zeros that `jax.jacfwd` substitutes."""
-    # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly, and we don't need to look at the leaves.
+    """Returns whether any traced leaf of a Value is one of the zeros that `jax.jacfwd` substitutes."""
+    # This can't happen eagerly, because `jax.jacfwd` runs under `vmap`. In that case we can skip looking at
+    # the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Returns whether the result of this frame's function is returned to `jax.jacfwd`.
+    """Returns whether the function of this frame returns its result directly to `jax.jacfwd`.
 
-    This is the case if there is no frame of another function between them.
+    More precisely, there must be no frame of any other function between the two.
     """
-    # JAX only fills in the zeros after this function has returned, and doesn't offer a hook for it. So we
-    # have to inspect the calling frames.
+    # The zeros are only filled in after this function has returned, and JAX doesn't offer a hook for this.
+    # So we have no choice but to inspect the calling frames.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True

@@ -1,7 +1,8 @@
-"""High-level primitives of hijax: instances of `HiPrim`, all of which are bound by the same JAX primitive.
+"""High-level primitives of hijax. These are instances of `HiPrim`, and all of them are bound by the same JAX
+primitive.
 
-Rules are registered for a *class* of `HiPrim`. Dispatch compares primitives by identity, so we create one
-primitive for each class, with the same lifetime as the class.
+Users register rules for a *class* of `HiPrim`, but dispatch compares primitives by identity. So we create a
+separate primitive for each class, which lives for as long as the class does.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ _REPLACED = {
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the name and parameters of a primitive.
 
-    For a high-level primitive that calls a function (e.g. given as a jaxpr), these are the name and
-    parameters of the ordinary primitive that it replaces.
+    Some high-level primitives just call a function, e.g. given as a jaxpr. For these, we return the name and
+    parameters of the ordinary primitive that they replace.
     """
     hi: Any = params.get("_prim")
     name = _REPLACED.get(type(hi).__name__)
@@ -40,7 +41,7 @@ def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dic
 
 
 class HighLevelPrimitive(jexc.Primitive):
-    """The primitive for which we register the rules of a class of `HiPrim`."""
+    """A stand-in for a class of `HiPrim`. Rules for this class are registered for this primitive."""
 
     multiple_results = True
 

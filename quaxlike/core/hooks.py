@@ -1,8 +1,8 @@
-"""Calls to the hooks of a Value, such that errors mention the hook, and no trace is active.
+"""Calls the hooks of a Value. Errors mention the hook that raised them, and no trace is active.
 
-A hook runs while a primitive is being bound, so without a note its error would look like an error in the
-user's program. In addition, a hook must return the same result wherever it is called, because we cache the
-results. This is what `probing` is for.
+A hook runs whilst a primitive is being bound. Without a note, any error that it raises would look like an
+error in the user's program. In addition, a hook must return the same result no matter where it's called from,
+because we cache its results. This is what `probing` is for.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from . import compat
 from .construction import QuickMeta
 from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
-# The name of each hook, and what we use it for.
+# For each hook, a description of what we use it for. This appears in the notes on errors.
 _HOOKS = {
     "aval": "its shape and dtype",
     "materialise": "its dense array",
@@ -41,7 +41,7 @@ _HOOKS = {
 
 
 def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook, so that its errors have a note with the type and the hook."""
+    """Wraps a hook, so that any error that it raises has a note that mentions the type and the hook."""
     if isinstance(method, classmethod | staticmethod):
         return type(method)(_naming(hook, method.__func__))
     if not callable(method):
@@ -57,12 +57,13 @@ def _naming(hook: str, method: Any) -> Any:
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
-            # The hook isn't to blame: it failed because JAX left out the integer leaves.
+            # Don't blame the hook: it only failed because JAX left out the integer leaves.
             if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
                 raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
             note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
-            # An error might propagate through several nested hooks, so make sure to only add each note once.
+            # An error might propagate through several nested hooks. Make sure that each note is only added
+            # once.
             for line in (note, remedy(of, error)):
                 if line and line not in getattr(error, "__notes__", ()):
                     error.add_note(line)
@@ -77,8 +78,8 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(materialise)
     def guarded(self: Any) -> Any:
         running = running_hooks.materialising
-        # Compare by identity rather than equality, because it's fine for a hook to materialise another Value
-        # of its own type.
+        # Compare by identity rather than equality. It's perfectly fine for a hook to materialise another
+        # Value of its own type.
         for call, value in running:
             if value is self and call is materialise:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
@@ -86,11 +87,12 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if lacks_tangents(self):
                 raise derivative_alone(type(self))
-            # JAX's own error for a non-array would appear far from the hook that returned it.
+            # JAX would raise its own error for anything that isn't an array, but far from the hook that
+            # returned it.
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
         except RecursionError as error:
-            # A hook that creates a new Value each time isn't caught by the identity check above, so instead
-            # we count how often it appears on the stack.
+            # If a hook creates a new Value each time then it isn't caught by the identity check above. For
+            # this case, count how often it appears on the stack.
             if sum(call is materialise for call, _ in running) < OFTEN:
                 raise
             raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__)) from error
@@ -105,16 +107,18 @@ class _RunningHooks(threading.local):
 
     def __init__(self) -> None:
         self.materialising: list[tuple[Callable[..., Any], Any]] = []  # along with their Values
-        self.inferring: dict[Any, type] = {}  # memo keys, and the classes whose avals are being inferred
+        # For each aval that is currently being inferred: the key under which it's memoised, and the class.
+        self.inferring: dict[Any, type] = {}
         self.endless: set[type] = set()  # classes whose aval was found to depend on itself
 
 
 running_hooks = _RunningHooks()
-OFTEN = 5  # a hook nested at least this often at the recursion limit is considered to be calling itself
+# At the recursion limit, a hook that's nested at least this often is considered to be calling itself.
+OFTEN = 5
 
 
 def as_dense(out: Any, hook: str) -> Any:
-    """Checks that a hook returned an array or a Value, converting numbers and NumPy arrays to JAX arrays."""
+    """Checks that a hook returned an array or a Value. Converts numbers and NumPy arrays to JAX arrays."""
     if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
         return jnp.asarray(out)
     if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
@@ -125,7 +129,8 @@ def as_dense(out: Any, hook: str) -> Any:
 def remedy(value: Any, error: Exception) -> str:
     """Suggests a fix for a hook that failed because it was traced. Empty if it failed for any other reason.
 
-    Hooks are traced in order to infer shapes, and also whenever the user calls them under `jit`.
+    Note that hooks aren't only traced in order to infer shapes, but also whenever the user calls them under
+    `jit`.
     """
     is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
     if not is_numpys and not compat.wants_concrete(error):
@@ -148,7 +153,7 @@ def remedy(value: Any, error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """Returns non-static fields that contain Python numbers, or that did so before tracing."""
+    """Returns the names of non-static fields that contain Python numbers, or that did so before tracing."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
@@ -181,8 +186,9 @@ class RuleError(TypeError):
 class Endless(ValueError):
     """Raised if a hook, or a rule used by a hook, calls itself endlessly.
 
-    This is converted to a `RuleError` once it has propagated out of all hooks. We can't raise a `RuleError`
-    to begin with, because JAX replaces any `TypeError` raised while binding a primitive.
+    Once this has propagated out of all hooks, it is converted to a `RuleError`. We can't raise a `RuleError`
+    to begin with, because it's a `TypeError`, and JAX replaces any `TypeError` that is raised while binding a
+    primitive.
     """
 
 
@@ -204,12 +210,16 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """Returns the error for endless recursion in a hook, which is a `RuleError` outside of all hooks."""
+    """Returns the error for a field that isn't an array.
+
+    (For a `TypeError`, JAX would substitute its own.)
+    """
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """Returns the error for a field that isn't an array. (JAX would replace a `TypeError` by its own.)"""
+    """Returns the error for a field that isn't an array. (This isn't a `TypeError`, as JAX would replace it
+    by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -219,7 +229,7 @@ def not_an_array(value: Any, leaf: Any) -> ValueError:
 
 
 class ValueMeta(QuickMeta):
-    """A metaclass for which errors raised in hooks mention the hook."""
+    """The metaclass of Values. It wraps their hooks, so that any errors that these raise mention the hook."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
@@ -229,8 +239,8 @@ class ValueMeta(QuickMeta):
 class _Probing:
     """A context for calling hooks outside of any trace.
 
-    This also enters every context in `asides`, e.g. one that suspends the policy. (Since the results of hooks
-    are cached, a policy would otherwise only see the hook's operations the first time around.)
+    This also enters every context in `asides`, for example one that suspends the policy. (We cache the
+    results of hooks, so a policy would otherwise only see the operations of a hook the first time around.)
     """
 
     def __init__(self) -> None:
@@ -249,10 +259,12 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Calls `hook` with tracers in place of a Value's shapes, so that the hook can compute with these."""
+    """Calls `hook` with a Value whose leaves are tracers. This allows the hook to compute with arrays
+    although we only have their shapes."""
 
     def on_shapes(value: Any) -> Any:
-        # The result isn't necessarily an array, but `eval_shape` can only return arrays.
+        # We store the result here because it isn't necessarily an array, whereas `eval_shape` can only return
+        # arrays.
         found: list[Any] = []
         with probing():
             jax.eval_shape(lambda value: found.append(hook(value)), value)

@@ -1,7 +1,8 @@
 """The running levels of `quaxify`, and which one dispatches on a Value.
 
-We find a level by walking up JAX's own chain of traces. The list `running` is only needed where JAX breaks
-the chain; it is thread-local, so that threads never see each other's levels.
+We find a level by walking up JAX's own chain of traces. There are some places where JAX breaks this chain,
+and it's only for these that we need the list `running`. It is thread-local, so that threads never see each
+other's levels.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ from . import compat
 
 
 def level_of(value: Any | None = None) -> Any:
-    """Returns the innermost running level, or the innermost one that dispatches on `value`, or otherwise
-    None.
+    """Returns the innermost running level that dispatches on `value`, or just the innermost one if this isn't
+    given. Returns None if there isn't any.
     """
 
     def ours(trace: Any) -> bool:
@@ -25,8 +26,8 @@ def level_of(value: Any | None = None) -> Any:
         if ours(trace):
             return trace
         trace, last = getattr(trace, "parent_trace", None), trace
-    # JAX traces the functions of custom derivatives under a trace without a parent, and it's only the
-    # resulting jaxpr that is later evaluated under a running level.
+    # JAX traces the functions of custom derivatives under a trace that doesn't have a parent. It's only later
+    # on that the resulting jaxpr is evaluated under a running level.
     cut = last is not None and not compat.is_eval_trace(last)
     if not cut:
         return None
@@ -68,8 +69,8 @@ def running_rule(level: Any) -> Iterator[None]:
 def has_operators(value: Any) -> bool:
     """Returns whether this Value has operators here, even though its type doesn't define any.
 
-    This is the case if a running level dispatches on it. Inside a rule, it also applies to the Values nested
-    inside the operands.
+    This is the case if a running level dispatches on it. If we're inside a rule, then it's also the case for
+    any Value nested inside the operands.
     """
     if level_of(value) is not None:
         return True
@@ -77,7 +78,8 @@ def has_operators(value: Any) -> bool:
     if level is None or not level.in_rule:
         return False
     trace = compat.current_trace()
-    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # otherwise not in the rule
+    # If we don't find it then we're not in the rule.
+    while trace is not None and getattr(trace, "tag", None) is not level.tag:
         trace = getattr(trace, "parent_trace", None)
     return trace is None
 

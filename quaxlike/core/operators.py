@@ -1,7 +1,8 @@
 """Operators, methods and functions of arrays for Values, both inside and outside of `quaxify`.
 
-Outside of `quaxify`, an operator opens a level of its own. Inside, it must instead use the running level: a
-new level would treat the Values of the running one as plain arrays, and would therefore skip their rules.
+Outside of `quaxify`, an operator opens a new level for itself. Inside, it must use the running level instead.
+This is because a new level would treat the Values of the running one as plain arrays, and so it would skip
+their rules.
 """
 
 import functools
@@ -27,15 +28,16 @@ _T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn(value, ...)` at the level for `value`, or at a new one."""
+    """Calls `fn(value, ...)` at the level that dispatches on `value`, or at a new level if there isn't
+    one."""
     check_complete(value)
     level = level_of(value)
-    # In this case we must not open a new level, which would treat the Values of the running one as arrays.
+    # We must not open a new level here, because this would treat the Values of the running one as arrays.
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
     if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-        # The arrays of `value` belong to a transform. Within that transform, another tracer may represent a
-        # Value that is only known to the level outside it.
+        # The arrays of `value` belong to a transform. There might be other tracers inside this transform that
+        # represent Values, but only the level outside it knows about these.
         return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
@@ -43,8 +45,8 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     """Wraps a jax.numpy function so that it accepts Values, both inside and outside of `quaxify`.
 
-    If a running level dispatches on the Values, then we use that level, so that they can be combined with the
-    level's own Values.
+    If there is a running level that dispatches on the Values, then we use this level. This means that they
+    can be combined with any Values that belong to it.
     """
     quaxified = quaxify(fn)
 
@@ -53,7 +55,8 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        if any(is_value(x) and level_of(x) is None for x in leaves):  # i.e. no running level dispatches on it
+        # In this case no running level dispatches on it.
+        if any(is_value(x) and level_of(x) is None for x in leaves):
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
         args, kwargs = jtu.tree_unflatten(structure, operands)
@@ -119,8 +122,9 @@ def _attribute(name: str) -> property:
 class ArrayOperators:
     """The operators, methods and indexing of `jax.Array`, all of which use [`quaxlike.quaxify`][].
 
-    This is a mixin for array types. It must come *before* [`quaxlike.ArrayValue`][] in the list of bases, so
-    that `==` is elementwise. As for a `jax.Array`, this means that values can't be hashed.
+    This is a mixin for array types. Note that it must come *before* [`quaxlike.ArrayValue`][] in the list of
+    bases, so that `==` is elementwise. Just like for a `jax.Array`, this also means that values can't be
+    hashed.
 
     !!! example
 
@@ -138,7 +142,7 @@ class ArrayOperators:
         ```
     """
 
-    # Ensures that NumPy arrays defer to us in `array + value`.
+    # This makes NumPy arrays defer to us in `array + value`.
     __array_priority__ = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -184,7 +188,8 @@ class ArrayOperators:
     __le__ = _binary(operator.le)
     __gt__ = _binary(operator.gt)
     __ge__ = _binary(operator.ge)
-    if TYPE_CHECKING:  # type checkers find None incompatible with the `__hash__` of another base
+    # Otherwise type checkers complain that None is incompatible with the `__hash__` of the other base.
+    if TYPE_CHECKING:
 
         def __hash__(self) -> int: ...
     else:
@@ -196,7 +201,8 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
     __round__ = _unary(round)
 
-    # Python requires concrete values for these, so we have to materialise, subject to the policy.
+    # Python requires concrete values for all of these, so we have no choice but to materialise (subject to
+    # the policy).
     __bool__ = _unary(bool)
     __int__ = _unary(int)
     __float__ = _unary(float)
@@ -221,8 +227,9 @@ class ArrayOperators:
         return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """Returns `quaxlike.numpy`, as required by the array API standard, whose functions accept Values."""
-        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises an error for unknown versions
+        """Returns `quaxlike.numpy`, whose functions accept Values. This is part of the array API standard."""
+        # This raises an error for unknown versions.
+        jnp.zeros(()).__array_namespace__(api_version=api_version)
         return importlib.import_module("quaxlike.numpy")  # imported here, as it depends on the core
 
     __getitem__ = _unary(operator.getitem)
@@ -244,11 +251,14 @@ class ArrayOperators:
         return (self[i] for i in range(len(self)))
 
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
-        """As `jax.Array.to_device`. Moves to a device, or applies a sharding of the logical array."""
+        """As `jax.Array.to_device`.
+
+        This either moves to a device or applies a sharding of the logical array.
+        """
         return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:
-        """As `jax.Array.block_until_ready`. Waits for all leaves."""
+        """As `jax.Array.block_until_ready`. This waits for all leaves."""
         return jax.block_until_ready(self)
 
     @property
@@ -311,7 +321,7 @@ class _At:
 
     def __init__(self, value: Any, *index: Any) -> None:
         self._value = value
-        self._index = index  # () or (index,)
+        self._index = index  # this is `()` or `(index,)`
 
     def __getitem__(self, index: Any) -> "_At":
         return _At(self._value, index)

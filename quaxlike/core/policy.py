@@ -1,10 +1,11 @@
 """What happens if no rule matches: we call `default`, or materialise subject to the policy.
 
-Values must never be materialised unnoticed. So if this is due to a missing rule, then it must go through
-`_densify`, which raises, warns or records, as otherwise `on_materialise("error")` couldn't be relied upon.
+Values must never be materialised unnoticed, as otherwise nobody could rely on `on_materialise("error")`. So
+if this happens because of a missing rule, then it must go through `_densify`, which raises, warns or records.
 
-The mode must also be part of the keys of JAX's caches, see `_jit_mode`. A function that was traced under
-"allow" has to be traced again under "error", as the cached program would materialise silently.
+In addition, the mode must be part of the keys of JAX's caches, see `_jit_mode`. A function that was traced
+under "allow" has to be traced again under "error", because using the cached program would materialise
+silently.
 """
 
 import contextlib
@@ -58,13 +59,13 @@ class MaterialisationWarning(UserWarning):
 class on_materialise(contextlib.ContextDecorator):
     """Sets what happens inside this context if no rule matches, so that a Value has to be materialised.
 
-    This can be used as a context manager or as a decorator. The innermost one takes precedence, and they all
-    override the class attribute `on_materialise`. It's local to the current thread and context, so that every
-    asyncio task has its own. (A thread that runs in a copy of a context, as for `asyncio.to_thread`, has to
-    enter its own.)
+    This can be used as a context manager or as a decorator. All of these override the class attribute
+    `on_materialise`, and the innermost one takes precedence. They are local to the current thread and
+    context; for example, every asyncio task has its own. (If a thread runs in a copy of a context, as is the
+    case for `asyncio.to_thread`, then it has to enter its own.)
 
-    Note that a jitted function is traced once for each mode, and only materialises, warns or raises when
-    tracing.
+    Note that this happens when tracing. As a result, a jitted function is traced once for each mode, and
+    after that it doesn't warn or raise any more.
 
     **Arguments:**
 
@@ -92,11 +93,11 @@ class on_materialise(contextlib.ContextDecorator):
         entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        # This isn't necessarily the innermost one, since an abandoned generator exits when it is garbage
-        # collected.
+        # This isn't necessarily the innermost one. For example, an abandoned generator only exits once it is
+        # garbage collected.
         stack = entered.get()
         if stack and stack[-1] is self:
-            entered.set(stack[:-1])  # do this before any calls, which could fail at the recursion limit
+            entered.set(stack[:-1])  # do this before any calls, as these might fail at the recursion limit
         else:
             at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
             entered.set(stack[:at] + stack[at + 1 :])
@@ -111,24 +112,25 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """Returns the current mode, which is part of the key of every cached jaxpr."""
+    """Returns the current mode. This must be part of the key of every cached jaxpr."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
 
-# The mode, as part of the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again for a different mode,
-# so that it reports what it materialises. JAX's keys use settings that are local to a thread, but asyncio
-# tasks on the same thread have different modes. So the setting is always the same object, which looks up the
-# mode when JAX hashes it.
+# The mode, as part of the keys of JAX's caches. If we call `jax.jit(quaxify(f))` in a different mode then it
+# is traced again, so that it reports what it materialises. The keys use settings that are local to a thread,
+# but asyncio tasks on the same thread might have different modes. To get around this, we always set the same
+# object, which only looks up the mode when JAX hashes it.
 _jit_mode = jax.make_user_context(None)
-_n_entered = 0  # in all contexts together
+_n_entered = 0  # this counts all contexts together
 _enter_lock = threading.Lock()
 
 
 def _count(more: int) -> None:
-    """Sets the key for JAX's caches if there's a policy in any context.
+    """Sets the key for JAX's caches, provided that there's a policy in any context.
 
-    Otherwise we don't set a key, so that we don't slow down JAX's fast path for jitted functions.
+    If there isn't then we leave it unset, because setting a key slows down JAX's fast path for jitted
+    functions.
     """
     global _n_entered
     with _enter_lock:
@@ -141,12 +143,12 @@ def _count(more: int) -> None:
 
 
 def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint: str = "") -> Any:
-    """Materialises `value` if it's a Value, subject to the policy.
+    """Materialises `value` if it's a Value, subject to the policy. Anything else is returned unchanged.
 
     **Arguments:**
 
     - `what`: the primitive, or a phrase such as "bool()".
-    - `operands`: all operands of the primitive, for use in the message. Default: only `value`.
+    - `operands`: all operands of the primitive, for use in the message. Default: just `value`.
     - `hint`: the reason, or what could be done about it. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
@@ -157,7 +159,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 def dense_operands(
     primitive: jexc.Primitive, operands: Sequence[Any], places: Sequence[int] | None = None
 ) -> list[Any]:
-    """Materialises all operands, or just those in `places`, subject to the policy."""
+    """Materialises all operands, or just the ones in `places`. This is subject to the policy."""
     arrays = list(operands)
     places = range(len(arrays)) if places is None else places
 
@@ -172,11 +174,11 @@ def dense_operands(
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the result if no rule matches.
 
-    First we try a `default` that was overridden, then a rule that requires only some of the operands to be
-    materialised, and finally we materialise all of them.
+    First we try a `default` that was overridden by some operand's type. If there is none, then we look for a
+    rule that matches after materialising just some of the operands. As a last resort we materialise all of
+    them.
     """
-    # Several types might inherit the same `default`, which isn't ambiguous, so we use the function as the
-    # key.
+    # Several types might inherit the same `default`. This isn't ambiguous, so use the function as the key.
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -197,13 +199,17 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.places)
         recording.note(f"only {' and '.join(names)} is made dense")
         return trace.dispatch(primitive, some, params)
-    # JAX's functions ensure that all operands vary over the same mesh axes, but `bind` doesn't.
+    # If we were calling a JAX function then it would ensure that all operands vary over the same mesh axes,
+    # but `bind` doesn't.
     arrays = compat.vary_alike(dense_operands(primitive, operands))
     return primitive.bind(*arrays, **primitive.get_bind_params(params))
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """Finds a rule that matches after materialising some operands, if possible none that refuse to."""
+    """Finds a rule that matches after materialising some operands.
+
+    We prefer not to materialise any that refuse.
+    """
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
         return None
@@ -212,7 +218,8 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
     once = _places_of_first(operands)
 
     def keeps_twins_together(rule: Beyond) -> bool:
-        # If a Value occurs twice then we materialise either both or neither of them, see `map_values`.
+        # If a Value occurs twice then we must treat both occurrences in the same way. See `map_values` for
+        # the reason.
         made_dense = {once[i] for i in rule.places}
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
 
@@ -224,8 +231,9 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
     """Replaces the Values among `operands` by the results of `f`.
 
     If a Value occurs twice, then it's only passed to `f` once. If we were to compute it twice, then the
-    compiler might fuse the copies differently, so that their last digits might differ. In this case `x != x`,
-    which is used to test for NaN, could be true.
+    compiler might fuse the two copies differently, so that their last digits might differ. This would be a
+    problem for e.g. `x != x`, which is how people test for NaN, as it could then be true for ordinary
+    numbers.
     """
     first = _places_of_first(operands)
     once = list(dict.fromkeys(first.values()))
@@ -234,13 +242,13 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 
 def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
-    """Returns the first position of the same Value, for each position of a Value."""
+    """For each position of a Value, returns the first position at which the same Value occurs."""
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
 
 def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
-    """Returns whether two flattened Values have identical arrays and equal statics."""
+    """Returns whether two flattened Values have identical arrays as well as equal statics."""
     return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
 
 
@@ -261,7 +269,7 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """Returns the strictest policy of any of the types, including those of nested Values."""
+    """Returns the strictest policy among all of the types, including the types of nested Values."""
     found: set[Mode] = {"allow"}
     for x in _with_nested(values):
         if (mode := x.on_materialise) is None:
@@ -271,7 +279,7 @@ def _strictest(values: Sequence[Value]) -> Mode:
                 f"`on_materialise` of {type(x).__name__} must be None or one of {_MODES}; found {mode!r}."
             )
         found.add(mode)
-    # If one type forbids what another one allows, then the stricter one takes precedence.
+    # One type might forbid what another one allows. In this case the stricter one takes precedence.
     return max(found, key=_MODES.index)
 
 
@@ -283,13 +291,13 @@ def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
 
 
 def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
-    """As `materialised`, but continues if a type refuses while `explain` is tracing shapes."""
+    """As `materialised`, except that we continue if a type refuses while `explain` is tracing shapes."""
     try:
         return materialised(value)
     except Exception as error:
         aval = aval_of(value)
         recorder.note(f"{type(value).__name__}.materialise raises {type(error).__name__}: {error}")
-        # We can use zeros in place of any array, except for keys.
+        # Zeros can stand in for any array, except for keys.
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
             raise
         return jnp.zeros(aval.shape, aval.dtype)
@@ -304,7 +312,7 @@ _warned_lock = threading.Lock()
 
 @dataclasses.dataclass
 class _Materialisation:
-    """A materialisation, along with the message that reports it."""
+    """Represents a single materialisation, along with the message that reports it."""
 
     values: Sequence[Value]
     what: str
@@ -328,11 +336,12 @@ class _Materialisation:
             self.warn()
 
     def lacking(self) -> tuple[str, str]:
-        """The operation and its operands, and the rule that should be written."""
+        """The operation along with its operands, and the rule that should be written for it."""
         return f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy
 
     def message(self, *, happened: bool = False) -> str:
-        """Returns what is materialised, where and why, and what could be done about it."""
+        """Returns a message about what is materialised, where this happens, why, and what could be done about
+        it."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
@@ -351,7 +360,10 @@ class _Materialisation:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """Returns how to materialise on purpose: `to_materialise` of these types, or otherwise "allow"."""
+        """Returns how to materialise on purpose.
+
+        This is the `to_materialise` of these types, or "allow" by default.
+        """
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):
             return instead
@@ -382,15 +394,16 @@ class _Materialisation:
         )
 
     def _lacked_by(self, declined: Rule) -> tuple[str, str] | None:
-        """Returns the operation for which a rule for arbitrary types didn't find a rule."""
+        """If a rule for arbitrary types declined, returns the operation for which it couldn't find a rule."""
         key = (declined.primitive, *(type(x) if is_value(x) else None for x in self.operands))
         rules = resolver(active_layers.get()).cache.get(key, ())
         return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)
 
     def _nearest(self) -> list[Rule]:
-        """Returns at most two rules for the primitive, unless one declined.
+        """Returns at most two rules for the primitive that nearly match, unless one declined.
 
-        We leave out our own rules for other types, as these depend on which modules have been loaded.
+        These don't include our own rules for other types, as which of these exist depends on which modules
+        have been loaded.
         """
         ranked = self._ranked()
         if not all(misfit for misfit, _ in ranked):
@@ -400,7 +413,8 @@ class _Materialisation:
     def _ranked(self) -> list[tuple[int, Rule]]:
         """Returns the rules for the primitive, each with the number of operands that don't match.
 
-        Rules for the operands' own types come first, sorted by how well they fit.
+        If rules are for the operands' own types then these come first. Apart from that, they are sorted by
+        how well they fit.
         """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
@@ -428,7 +442,7 @@ class _Materialisation:
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()
-        # Each context issues its own warnings. Outside of any context, we warn once per process.
+        # Each context issues its own warnings. If we aren't in any context, then we warn once per process.
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

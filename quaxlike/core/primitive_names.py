@@ -1,4 +1,4 @@
-"""Finds the primitives used by a JAX function, for rules that are registered by the name of a function."""
+"""Finds the primitives used by a JAX function, for suggestions when a rule is registered for a function."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ MODULES = {
     "jax.numpy.linalg": jnp.linalg,
     "jax.scipy.special": jax.scipy.special,
 }
-# The arguments with which we try to call a function, in order: 2x2 arrays of floats, integers and booleans.
-# (We don't try strings, as otherwise `jax.numpy.save` would write a file.)
+# The arguments with which we try to call a function, in order. They are 2x2 arrays of floats, integers and
+# booleans. (We don't try strings: for example, `jax.numpy.save` would go ahead and write a file.)
 CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x),
     lambda f, x, i, b: f(x, x),
@@ -38,7 +38,8 @@ _CALLED_OTHERWISE = {
 }
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _PREFIXES = {f"{name}.": name for name in MODULES} | {"jnp.": "jax.numpy", "lax.": "jax.lax", "nn.": "jax.nn"}
-_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only used if alone
+# These are only used if there is nothing else.
+_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")
 
 
 def function_called(name: str) -> tuple[str, Any] | None:
@@ -56,8 +57,8 @@ def function_called(name: str) -> tuple[str, Any] | None:
 def primitives_of(function: Any) -> list[str]:
     """Returns the names of the primitives of a JAX or NumPy function.
 
-    We find these by calling the function with small arrays. Returns an empty result if none of the calls
-    succeeds, or if this isn't a JAX or NumPy function.
+    We find these by calling the function with small arrays. If none of the calls succeeds, or if this isn't a
+    JAX or NumPy function, then the result is empty.
     """
     package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):

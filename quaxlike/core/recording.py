@@ -1,7 +1,8 @@
 """Recording for `explain`: the active recorder, and how messages describe operands and places.
 
-Recording must not change the behaviour of a program. Nor may it be defeated by JAX's caches, so each
-recording is part of their keys, which means that a function that was already traced will be traced again.
+Recording must not change the behaviour of a program. Nor may it be defeated by JAX's caches, which would
+otherwise skip tracing a function that was already traced. So each recording is part of the keys of these
+caches, which means that everything is traced again.
 """
 
 import collections
@@ -23,25 +24,26 @@ from .source_lines import SourceLine, is_library, source_lines
 from .values import aval_of, is_value
 
 if TYPE_CHECKING:
-    from .inspect.recorder import Recorder  # loaded once something is recorded
+    from .inspect.recorder import Recorder  # this is only loaded once something is recorded
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _active: contextvars.ContextVar["Recorder | None"] = contextvars.ContextVar("quaxlike_recorder", default=None)
 active = _active.get
 
-# A setting in the keys of JAX's caches, so cached functions are traced again, and recorded.
+# A setting that's part of the keys of JAX's caches. As a result, functions are traced again in order to
+# record them.
 _jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
 
 @contextlib.contextmanager
 def recording(recorder: "Recorder") -> Iterator["Recorder"]:
-    """Records what is dispatched inside the block, in this thread and context."""
+    """Records everything that is dispatched inside this block, in the current thread and context."""
     token = _active.set(recorder)
     try:
-        # Use a new number each time, as otherwise we would get a cache hit for a program that was traced by
-        # an earlier recording.
+        # Use a new number each time. Otherwise we would get a cache hit for a program that was traced by an
+        # earlier recording, and it would be missing from this one.
         with _jit_recording(next(_recordings)):
             yield recorder
     finally:
@@ -80,8 +82,8 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 def note(text: str) -> None:
     """Adds a remark to the row of [`quaxlike.explain`][] for the running rule.
 
-    Call this inside a rule, to report anything that isn't apparent from its signature, e.g. which kernel was
-    selected. It does nothing unless `explain` is running.
+    Call this inside a rule to report anything that isn't apparent from its signature, for example which
+    kernel it selected. Unless `explain` is running, this doesn't do anything.
     """
     if (recorder := active()) is not None:
         recorder.note(text)
@@ -101,7 +103,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """Returns the user's line being executed, and the innermost line of a library it called, or None."""
+    """Returns the user's line being executed, as well as the innermost line of any library that it called."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -110,19 +112,19 @@ def user_source() -> tuple[SourceLine, SourceLine | None]:
     return first or SourceLine("<unknown>", 1, "?"), None
 
 
-# Hooks that a user might accidentally write so that they call themselves. (Functions with the same names in
-# the core only call these.)
+# Hooks that users might write so that they accidentally call themselves. (There are functions of the same
+# names in the core, but these only call the hooks.)
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
 
 def endless(error: RecursionError) -> str | None:
-    """Returns the message for endless recursion of a rule or hook; None if there is none.
+    """Returns the message for endless recursion of a rule or hook, or None if there isn't any.
 
-    When this is called we are close to the recursion limit. It's therefore important not to call anything
-    that caches errors, as beartype does on behalf of plum.
+    Note that we are close to the recursion limit when this is called. It's therefore important not to call
+    anything that caches errors, as beartype does on behalf of plum.
     """
-    # Endless recursion repeats the same few functions, so we count them.
+    # Endless recursion keeps calling the same few functions, so count how often each one appears.
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     often = {code: n for code, n in codes.items() if n > 5}
     rules = [rule for layer in active_layers.get() for rule in layer.looked_at] if often else []
@@ -141,7 +143,10 @@ def endless(error: RecursionError) -> str | None:
 
 
 def in_bytes(size: int) -> str:
-    """`size` in bytes and in a readable unit; only in bytes if it is a symbolic size from `jax.export`."""
+    """`size` in bytes and in a readable unit.
+
+    If it's a symbolic size from `jax.export` then just in bytes.
+    """
     if not isinstance(size, int):
         return f"{size} bytes"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -151,11 +156,11 @@ def in_bytes(size: int) -> str:
 
 
 def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
-    """Makes the error for a Value's tracer used after its quaxified function has returned.
+    """Returns the error for using a Value's tracer after its quaxified function has returned.
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over, in which case the tracer is held by JAX's cache.
+    - `is_late`: whether the Value was closed over. If so then the tracer is held by one of JAX's caches.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

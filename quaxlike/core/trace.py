@@ -1,11 +1,12 @@
 """The trace for dispatching primitives on Values, and the tracer of a Value.
 
-A plain array must never be boxed. That is, only Values become `ValueTracer`s; if none of a primitive's
-operands is a Value, then we bind it on the parent trace and return the result as it is. Otherwise we would
-incur the overhead of dispatch for every intermediate in a quaxified function, and a concrete `if` on a plain
-array would raise an error.
+A plain array must never be boxed. That is to say, only Values become `ValueTracer`s, and if none of a
+primitive's operands is a Value then we bind it on the parent trace and return the result as it is. Otherwise
+we would incur the overhead of dispatch for every intermediate in a quaxified function. Worse still, a
+concrete `if` on a plain array would raise an error.
 
-`process_primitive` runs for every primitive, so it avoids allocations, and looks up rules in a single dict.
+Note that `process_primitive` runs for every primitive. So it avoids allocations, and looks up rules in a
+single dict.
 """
 
 import functools
@@ -43,11 +44,11 @@ Params = dict[str, Any]
 
 
 class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
-    """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
+    """Represents a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
-    # We don't need to be converted to an operand. Setting this explicitly is a fast path, as JAX looks it up
-    # several times per call.
+    # We don't need to be converted to an operand. JAX looks this up several times per call, so setting it
+    # explicitly is a fast path.
     __jax_array__ = None  # pyright: ignore
 
     def __init__(self, trace: Any, value: Value) -> None:
@@ -56,10 +57,10 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         self.quax_value = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "aval":  # filled on demand: many intermediates never need it
+        if name == "aval":  # filled in on demand, as many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
-        if name == "quax_is_late":  # whether the Value was adopted; only set if so
+        if name == "quax_is_late":  # whether the Value was adopted (only set if it was)
             return False
         try:
             return super().__getattr__(name)
@@ -67,21 +68,22 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX calls this on those results of a derivative that have no tangents, and on operands that should
-        # be concrete arrays. The latter never happens for a tracer of a running level.
+        # JAX calls this on results of a derivative that don't have tangents, and on operands that should be
+        # concrete arrays. The latter never happens for a tracer of a running level.
         if not self._trace.ended:
             return self
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for anything that is being differentiated, to check that it isn't closed over.
+        # JAX searches these for anything that is being differentiated, in order to check that it isn't closed
+        # over.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # `bool(x)`, `int(x)` etc. materialise. We don't define `to_concrete_value`, because JAX also calls it
-    # when the user hasn't requested a concrete value.
+    # `bool(x)`, `int(x)` and so on all materialise. We could define `to_concrete_value` instead, but JAX also
+    # calls this when the user hasn't requested a concrete value.
 
     def __bool__(self) -> bool:
         return bool(self._concrete("bool"))
@@ -118,11 +120,11 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
     """Defines an arithmetic `method` on tracers.
 
-    As a fast path, two Values with the same aval don't need to be promoted, so in this case we bind the
-    primitive directly. (Going through `jax.numpy` takes several times as long.) Everything else is left to
-    JAX.
+    There is a fast path for two Values with the same aval. These don't need to be promoted, so we just bind
+    the primitive directly. (Going through `jax.numpy` takes several times as long.) Everything else is left
+    to JAX.
     """
-    # JAX's own operator, for everything but the fast path.
+    # JAX's own operator. We use this for everything except for the fast path.
     forward = getattr(jax.core.Tracer, method)
     dtypes = jnp.inexact if only_inexact else jnp.number
 
@@ -158,15 +160,15 @@ for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": 
 
 
 class Level(jexc.TraceTag):
-    """One running `quaxify`: the tag shared by its traces and tracers.
+    """A single running `quaxify`. This is also the tag shared by its traces and tracers.
 
     **Arguments:**
 
     - `dispatches_on`: whether the level dispatches on a Value that wasn't one of its arguments. Default: on
-        any.
+        any Value.
     """
 
-    # Called with each primitive on plain arrays. Only set if some Value at this level requires it.
+    # Called with each primitive on plain arrays. This is only set if some Value at this level requires it.
     follow: Callable[..., None] | None = None
 
     def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
@@ -174,10 +176,11 @@ class Level(jexc.TraceTag):
 
 
 class QuaxTrace(jax.core.Trace):
-    """One level of `quaxify`: unwraps Values, finds the rule, wraps its results.
+    """One level of `quaxify`, which unwraps Values, finds the rule, and wraps its results.
 
-    A level can have several traces, which all share its `tag`. Functions passed to custom derivatives and
-    `shard_map` close over tracers of the level, but run under a second trace.
+    Note that a level can have several traces, all of which share its `tag`. This is because the functions
+    passed to custom derivatives and `shard_map` close over tracers of the level, but run under a second
+    trace.
     """
 
     ended = False  # whether the quaxified function has returned
@@ -195,8 +198,8 @@ class QuaxTrace(jax.core.Trace):
     def process_primitive(
         self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        # This is a hot path: it runs for every primitive, including the ones on plain arrays. So we build the
-        # cache key whilst unwrapping, and compare tags instead of calling methods.
+        # This is a hot path, as it runs for every primitive, including the ones on plain arrays. So we
+        # already build the cache key whilst unwrapping, and we compare tags rather than calling methods.
         tag = self.tag
         unwrapped = list(operands)
         key: list[Any] = [primitive]
@@ -208,15 +211,15 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        # If there are no Values then there is nothing to dispatch on. The exception is a primitive that
+        # If there are no Values then there is nothing to dispatch on. The only exception is a primitive that
         # creates a Value out of plain arrays, either directly or in one of its jaxprs.
         if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follow is not None:
                 tag.follow(primitive, operands, params, out)
             return out
-        # Rules run under the parent trace, so that any primitives they bind on leaves are passed on to JAX,
-        # instead of being dispatched at this level again.
+        # Rules run under the parent trace. Otherwise any primitives that they bind on leaves would be
+        # dispatched at this level again, rather than being passed on to JAX.
         before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
         self.in_rule = True
@@ -230,12 +233,15 @@ class QuaxTrace(jax.core.Trace):
         return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """Like `dispatch`, but takes a cache key: the primitive and the operand types."""
+        """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types."""
         out = self.try_rules(key, operands, params)
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result if no rule matches: a built-in of the interpreter, or else the default."""
+        """Returns the result if no rule matches.
+
+        This is either a built-in of the interpreter, or else the default.
+        """
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)
         if (recorder := recording.active()) is not None:
@@ -243,13 +249,14 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result of the first rule which does not decline; `NotImplemented` if all do."""
+        """Returns the result of the first rule that doesn't decline, or `NotImplemented` if all of them
+        do."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
-        # Modify `operands` in place, so that the checked indices are also used by the default if all rules
-        # decline.
+        # Modify `operands` in place. This way, if all rules decline then the default also uses the checked
+        # indices.
         if rules and primitive in TAKE_INDICES:
             operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
@@ -273,13 +280,16 @@ class QuaxTrace(jax.core.Trace):
     def holds(self, value: Value) -> bool:
         """Returns whether this level can reach the arrays of a late Value.
 
-        If not, then they belong to a transform inside the quaxified function. In this case boxing the Value
-        here would bypass the transform, and e.g. lose its derivative.
+        If it can't, then they belong to a transform inside the quaxified function. If we were to box the
+        Value here regardless, then it would bypass the transform, and e.g. lose its derivative.
         """
         return _lives_below(self, value)
 
     def adopt(self, value: Value) -> Any:
-        """Turns a late Value into an operand: a tracer of this level, or an equation for making one."""
+        """Turns a late Value into an operand.
+
+        This is either a tracer of this level, or an equation for making one.
+        """
         check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
@@ -292,12 +302,12 @@ class QuaxTrace(jax.core.Trace):
     def claims(self, tracer: ValueTracer) -> bool:
         """Returns whether another level adopted the tracer's Value, but this level should dispatch on it.
 
-        JAX caches the jaxprs that it traces. Suppose a function closes over a Value, and is called through
-        `jax.jit` or a scan inside several `quaxify`s in turn: then the cached constants include the tracer
-        created by the first of these calls.
+        This can happen because JAX caches the jaxprs that it traces. For example, suppose that a function
+        closes over a Value, and is called through `jax.jit` or a scan inside several `quaxify`s in turn. Then
+        the cached constants include the tracer that was created by the first of these calls.
         """
-        # If the tracer's level is still running, somewhere below us, then the tracer belongs to that level,
-        # and for us it is an operand like any other.
+        # If the tracer's level is still running, somewhere below us, then that's where it belongs. In this
+        # case it is just an operand like any other.
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
@@ -334,26 +344,28 @@ class QuaxTrace(jax.core.Trace):
         """Converts the result of a rule to something that can be returned to JAX."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
-        # The first Value requiring us to follow plain arrays might be created inside the level, so we have to
-        # check results as well.
+        # It's possible that the first Value that requires us to follow plain arrays is created inside the
+        # level, so we have to check results as well.
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:
-        """Converts the result of a rule, which is allowed to be a NumPy array or a number, to an array or a
-        Value."""
+        """Converts the result of a rule to an array or a Value.
+
+        (Rules are allowed to return NumPy arrays and numbers.)
+        """
         if kind_of(x) != "other" or _is_no_array(x):
             return x
         with jexc.set_current_trace(self.parent_trace):
             return jnp.asarray(x)
 
     def box(self, x: Any) -> Any:
-        """Boxes a Value; returns anything else (a symbolic zero, say) unchanged."""
+        """Boxes a Value. Anything else (for example, a symbolic zero) is returned unchanged."""
         return ValueTracer(self, x) if is_value(x) else x
 
     def unwrap(self, x: Any) -> Any:
-        """Unboxes a tracer of this level; returns anything else unchanged."""
+        """Unboxes a tracer of this level. Anything else is returned unchanged."""
         ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.claims(x))
         return x.quax_value if ours else x
 
@@ -368,7 +380,7 @@ def _is_no_array(x: Any) -> bool:
     """Returns whether `x` has another JAX type, such as a token."""
     try:
         return not isinstance(jax.typeof(x), jax.core.ShapedArray)
-    except TypeError:  # perhaps something convertible
+    except TypeError:  # this might be something that can be converted to an array
         return False
 
 
@@ -388,15 +400,15 @@ def _lives_below(level: QuaxTrace, value: Value) -> bool:
 
 
 # A Value might be created inside a transform that runs within a level. (Either it is constructed there, or it
-# is passed to a jitted function, which flattens it.) In this case its arrays belong to the transform, so we
-# represent the Value by an equation that maps its leaves to an array. When the level later evaluates the
-# jaxpr produced by the transform, this equation gives us back the Value.
+# is passed to a jitted function, which flattens it.) Then its arrays belong to the transform, so we can't
+# just box it. Instead we represent the Value by an equation that maps its leaves to an array. When the level
+# later evaluates the jaxpr produced by the transform, this equation gives us back the Value.
 value_p = jexc.Primitive("quaxlike_value")
-_staged = False  # whether any such equation exists; until then, levels can skip looking for them
+_staged = False  # whether there is any such equation (otherwise we don't look)
 
 
 def stage(value: Value) -> Any:
-    """Binds an array in place of `value` until a level dispatches on it."""
+    """Binds an array in place of `value`. This represents it until some level dispatches on it."""
     global _staged
     _staged = True
     leaves, treedef = jtu.tree_flatten(value)
@@ -421,7 +433,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value that was passed as an operand to a primitive, at the level it belongs to."""
+    """Boxes a Value that was passed as an operand to a primitive, at the level to which it belongs."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -444,13 +456,16 @@ def check_complete(value: Value) -> None:
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """For each operand, a Value's class, or None for anything else. This is a cache key."""
+    """Returns the class of each operand that's a Value, and None for any other operand.
+
+    This is a cache key.
+    """
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# The interpreter's own rules, which are used if no registered rule matches, for primitives that carry code or
-# just move data. They are added by `higher_order`. We use the primitive's name as the key, since JAX doesn't
-# export every primitive, or its attribute `family` if it has one.
+# The interpreter's own rules, for primitives that carry code or just move data. These are added by
+# `higher_order`, and are only used if no registered rule matches. The keys are the names of primitives, as
+# JAX doesn't export every primitive. If a primitive has an attribute `family` then we use this instead.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

@@ -1,11 +1,11 @@
 """`Value` and `ArrayValue`: the base of every new kind of array.
 
-`aval_of(value)` must be the shape and dtype of `value.materialise()`, regardless of which transforms are
-running. Since every transform calls it, we memoise it on the class, the statics and the avals of the leaves.
-If any of these were missing from the key, then a Value could end up with the shape of another.
+The aval of a Value must be the shape and dtype of `materialise()`, no matter which transforms are running.
+Every transform needs it, so we memoise it on the class, the statics and the avals of the leaves. If any of
+these were missing from the key, then a Value could end up with the shape of another.
 
-Nothing in this file computes with a Value. `is_value` is the hottest function of the package: it runs for
-every operand of every primitive.
+Nothing in this file computes with a Value. Note that `is_value` is the hottest function of the package, as it
+runs for every operand of every primitive.
 """
 
 import abc
@@ -51,17 +51,18 @@ on_new_type: list[Callable[[Any], None]] = []
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything standing in for a JAX array inside a function wrapped in `quaxify`.
 
-    Only subclass this directly for something that isn't an array; for arrays, see [`quaxlike.ArrayValue`][].
+    Only subclass this directly for something that isn't an array. For arrays, use [`quaxlike.ArrayValue`][].
 
     A `Value` is an Equinox module, whose array fields are its leaves. Anything that determines its shape,
     dtype or dispatch should be a static field; these can hold any object that supports `==`, but never an
     array. If a field can be None then it must be annotated as optional.
 
-    All methods after `materialise` are optional; their docstrings describe what happens without them.
+    All methods after `materialise` are optional. Their docstrings describe what happens if you leave them
+    out.
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
-    """The policy if no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
+    """What to do if no rule matches and `quaxlike.on_materialise` isn't being used. None means "allow"."""
 
     to_materialise: ClassVar[str] = ""
     """For a type whose `on_materialise` is "error": what materialising would destroy, and how to get a dense
@@ -94,8 +95,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     default_precedence: ClassVar[int] = 0
     """If operands of several types override `default`, then the one with the highest precedence is used."""
 
-    # Equinox overrides attribute lookup (in Python) so that bound methods are pytrees. This would dominate
-    # the cost of calling a rule, so for Values we restore the usual behaviour.
+    # In Equinox, bound methods are pytrees, for which it overrides attribute lookup in Python. For us this
+    # would dominate the cost of calling a rule, so Values use the usual attribute lookup instead.
     __getattribute__ = object.__getattribute__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -103,8 +104,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
         for hook in on_new_type:
             hook(cls)
 
-    # `==` compares elementwise (or raises an error), so it can't be used for hashing. Hash by identity
-    # instead.
+    # `==` compares elementwise (or raises an error), so it can't be used for hashing, and we have to hash by
+    # identity.
     __hash__ = object.__hash__
 
     if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class ArrayValue(Value):
     def materialise(self) -> jax.Array:
         """Computes the dense array. You can raise an error here if it should never be materialised."""
 
-    # These use `aval`, because the shape that a type reports might not be the one suggested by its leaves.
+    # These use `aval`, as the shape that a type reports isn't necessarily the shape of its leaves.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -284,13 +285,13 @@ class ArrayValue(Value):
 
     @property
     def __jax_array__(self) -> Any:
-        # This is a property so that `getattr(x, "__jax_array__", None)` is None outside of `quaxify`. As a
-        # result, `array @ value` defers to `value`.
+        # This is a property so that `getattr(x, "__jax_array__", None)` is None outside of `quaxify`. The
+        # reason is that `array @ value` will then defer to `value`.
         level = level_of(self)
         caller = calling_frame()
         if level is not None:
-            # Operators on arrays defer to ours, which use the registered rules regardless of where the value
-            # was created.
+            # Operators on arrays defer to ours, which are able to use the registered rules no matter where
+            # the value was created.
             reflected = compat.is_operator_of_array(caller)
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if compat.is_check_of_argument(caller):  # its own message would not help
@@ -307,8 +308,8 @@ class ArrayValue(Value):
 class NoArrayError(TypeError, RuntimeError):
     """A Value was passed to a function for arrays, outside `quaxify`.
 
-    This is also a `RuntimeError`, because JAX replaces any `TypeError` raised while binding a primitive by
-    its own.
+    This is also a `RuntimeError`, because any `TypeError` that's raised while binding a primitive is replaced
+    by JAX's own.
     """
 
 
@@ -331,7 +332,7 @@ def replace_fields(value: _M, /, **fields: Any) -> _M:
 
 
 class _Kinds(dict[type, str]):
-    """The kind of each class's instances, looked up once."""
+    """Looks up the kind of a class's instances. This only happens once for each class."""
 
     def __missing__(self, cls: type) -> str:
         array = issubclass(cls, jax.Array | jax.core.Tracer)
@@ -359,12 +360,12 @@ def is_value(x: Any) -> bool:
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Returns whether parts of a Value are missing, as after `eqx.partition`.
+    """Returns whether parts of a Value are missing, as is the case after `eqx.partition`.
 
     A part is considered to be missing if it is None (or contains None), provided that the field's annotation
     and default don't allow for this, and that the Value can't be materialised without it. The same applies to
-    the masks that optax substitutes for arrays. Any other part without leaves, e.g. `()` or a module with
-    only static fields, is just metadata.
+    the masks that optax substitutes for arrays. Any other part without leaves is just metadata, for example
+    `()` or a module with only static fields.
     """
     cls: Any = type(value)
     for name in _required_fields(cls):
@@ -382,10 +383,10 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """Returns those fields of a module or named tuple which can't be None."""
+    """Returns the names of those fields of a module or named tuple that aren't allowed to be None."""
     try:
         hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # for a local class or without types, any field can be None
+    except (NameError, TypeError):  # e.g. a local class, for which we assume that any field can be None
         hints = {}
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
@@ -432,16 +433,15 @@ def _check_of(part: Any) -> Callable[[Any], bool]:
 
 
 def _holds_nothing_but_none(node: Any) -> bool:
-    """Returns whether a node of any other type holds only None.
-
-    (If it contains None alongside actual leaves then it might do so for its own reasons.)
+    """Returns whether a node of any other type only contains None. (If there are also actual leaves next to
+    it, then there might be a good reason for the None.)
     """
     leaves = jtu.tree_leaves(node, is_leaf=lambda x: x is None)
     return bool(leaves) and all(x is None for x in leaves)
 
 
 def refuses(value: Value) -> bool:
-    """Returns whether a Value refuses to be materialised, or can't be for any other reason."""
+    """Returns whether a Value can't be materialised, be it because it refuses or for any other reason."""
     leaves, treedef = jtu.tree_flatten(value)
     try:
         avals = tuple(map(jax.typeof, leaves))
@@ -459,15 +459,15 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
     try:
         with probing():
             return not jtu.tree_leaves(jax.eval_shape(lambda x: type(x).materialise(x), value))
-    except Exception:  # a type may refuse in any way, or fail without its parts
+    except Exception:  # a type can refuse by raising anything, and might also fail because parts are missing
         return True
 
 
 def materialise(tree: PyTree) -> PyTree:
     """Replaces every Value in `tree` by its dense array, including nested Values.
 
-    This can be used both inside and outside of quaxified functions. Since materialisation is explicit here,
-    it is not subject to the policy.
+    This can be used both inside and outside of quaxified functions. Note that calling this makes the
+    materialisation explicit, so it isn't subject to the policy.
     """
 
     def dense(leaf: Any) -> Any:
@@ -481,7 +481,7 @@ def materialise(tree: PyTree) -> PyTree:
 def materialised(value: Any) -> Any:
     """Materialises a Value repeatedly until it is an array, at this level only.
 
-    Anything else (including a tracer of another level) is returned unchanged.
+    Anything else is returned unchanged. In particular, this includes a tracer of another level.
     """
     while is_value(value):
         value = type(value).materialise(value)
@@ -489,7 +489,7 @@ def materialised(value: Any) -> Any:
 
 
 def as_shapes(value: Value) -> Value:
-    """Replaces every array leaf by its shape and dtype, and any other JAX type by an `OfType`."""
+    """Replaces every array leaf by its shape and dtype, and leaves of any other JAX type by an `OfType`."""
 
     def shape(leaf: Any) -> Any:
         aval = jax.typeof(leaf) if _is_array(leaf) else leaf
@@ -501,7 +501,7 @@ def as_shapes(value: Value) -> Value:
 
 
 class OfType:
-    """A leaf whose type is all we know. As `jax.ShapeDtypeStruct`, but for hijax types inside a Value."""
+    """A leaf of which only the type is known. Like `jax.ShapeDtypeStruct`, but for hijax types in a Value."""
 
     __slots__ = ("aval",)
 
@@ -546,11 +546,11 @@ _checked: set[type] = set()  # classes whose `aval` was compared with `materiali
 
 
 def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
-    """Computes an aval, or raises an error if this calls itself for the same aval.
+    """Computes an aval, or raises an error if this ends up computing the same aval again.
 
-    We can't just wait for the recursion limit. If some code in between catches errors and then tries again,
-    then the time taken would double at each level of recursion. For the same reason, once we find such a
-    call, we mark its class as endless until the outermost call returns.
+    We can't just wait for the recursion limit. There might be code in between that catches errors and then
+    tries again, and then the time taken would double at each level of recursion. For the same reason, once we
+    find such a call we mark its class as endless, until the outermost call returns.
     """
     cls, now = type(value), running_hooks
     if key in now.inferring or cls in now.endless:
@@ -560,7 +560,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
     try:
         return _make_aval(value, leaf_avals)
     except RecursionError as error:
-        # In this case each call was for a different shape, or for different statics.
+        # The calls must have been for different shapes or statics, so the check above didn't find them.
         if list(now.inferring.values()).count(cls) < OFTEN:
             raise
         now.endless.add(cls)
@@ -572,8 +572,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
-    """Appends everything that an aval depends on, i.e. the class, the statics, and the avals of the
-    leaves."""
+    """Appends everything that an aval depends on, i.e. the class, the statics and the avals of the leaves."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:
@@ -627,9 +626,9 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _check_aval(value: Value, aval: Any, key: Any) -> None:
-    """Raises if `aval` contradicts `materialise`, unless the latter refuses.
+    """Raises if `aval` contradicts `materialise`. (If the latter refuses then there's nothing to check.)
 
-    We check the first value of each class, or every one under `jax_enable_checks`.
+    Normally we only check the first value of each class. Under `jax_enable_checks` we check every one.
     """
     cls = type(value)
     _checked.add(cls)

@@ -1,7 +1,7 @@
 """Variables of Flax NNX among the arguments of a quaxified function.
 
-There must only be a single copy of each Variable, even if it occurs several times, so that shared parameters
-remain shared. In addition, any changes to the copy must be written back to the original.
+There must only be a single copy of each Variable, even if it occurs several times. This is so that shared
+parameters remain shared. In addition, any changes to the copy must be written back to the original.
 """
 
 import sys
@@ -46,7 +46,7 @@ class Copies:
         - `unwrap`: converts the content of a Variable from inside the function to its content outside.
         """
         for variable, copy, before in self._of.values():
-            # Don't write contents that haven't changed, as this would count as a mutation, which Flax
+            # If the content hasn't changed then don't write it. This would count as a mutation, which Flax
             # sometimes forbids.
             if (after := copy.get_raw_value()) is not before:
                 variable.set_raw_value(unwrap(after))
@@ -61,7 +61,7 @@ class Copies:
 
 
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Adds a Variable that was created during the call, e.g. by `nnx.Module.sow`."""
+    """Adds a Variable that was created during the call. For example, `nnx.Module.sow` does this."""
     *above, last = path
     for key in above:
         tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]

@@ -1,11 +1,11 @@
 """Operators, methods and attributes of arrays, on types without `ArrayOperators`.
 
-A Value has all of these wherever a level of `quaxify` dispatches on it. The same holds for the Values nested
-inside the operands of a rule. In any other context it has none of them: `hasattr` returns False, and trying
-to use one raises an error that explains what to write instead.
+A Value has all of these if there is a level of `quaxify` that dispatches on it. The same is true of any
+Values nested inside the operands of a rule. In any other context it has none of them: `hasattr` returns
+False, and trying to use one raises an error, which explains what to write instead.
 
-`==` never compares Values as pytrees. This is what Equinox's own `__eq__` does, which would silently return a
-single bool even if the user meant an elementwise comparison.
+Importantly, `==` never compares Values as pytrees. This is what Equinox does by default, but it would
+silently return a single bool even though the user probably meant an elementwise comparison.
 """
 
 import functools
@@ -23,8 +23,9 @@ from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
 
-# How operators are written in messages: binary ones (which Python might also look up on the right operand),
-# comparisons, and the rest. We omit `__index__`, since JAX treats anything that defines it as a static index.
+# How operators are written in messages. These are the binary ones (which Python might also look up on the
+# right operand), comparisons, and everything else. We omit `__index__`, as JAX treats anything that defines
+# it as a static index.
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},
     **{"pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
@@ -42,8 +43,7 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 class MissingOperator(TypeError, AttributeError):
     """Raised if Python looks up an operator that this Value doesn't have.
 
-    This is a `TypeError`, as users would expect, and also an `AttributeError`, so that `hasattr` returns
-    False.
+    Users would expect a `TypeError`. It also has to be an `AttributeError`, so that `hasattr` returns False.
     """
 
 
@@ -63,7 +63,10 @@ stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
 def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines the binary operator `own`. If it declines, then Python tries `others` on the other operand."""
+    """Defines the binary operator `own`.
+
+    If it declines, then Python goes on to try `others` on the other operand.
+    """
 
     def method(self: Any, other: Any) -> Any:
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
@@ -79,7 +82,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 
 
 def _may_know(value: Value, other: Any, name: str) -> bool:
-    """Returns whether the other operand's operator `name` might be able to handle this Value."""
+    """Returns whether the other operand has an operator `name` that might be able to handle this Value."""
     if isinstance(other, Value):
         return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):
@@ -99,8 +102,9 @@ def _may_know(value: Value, other: Any, name: str) -> bool:
 class _StandIn:
     """An attribute, method or unary operator.
 
-    This isn't a data descriptor, so that a type can have a field with the same name. Accessing it on the
-    class raises an error, since `dataclasses` would interpret anything else as the default of that field.
+    This isn't a data descriptor, which means that a type can have a field with the same name. For the same
+    reason, accessing it on the class raises an error: `dataclasses` would interpret anything else as the
+    field's default.
     """
 
     def __init__(self, name: str, what: str, error: type[Exception], member: Any) -> None:
@@ -115,7 +119,8 @@ class _StandIn:
 
 
 def _iterate(self: Any) -> Any:
-    # This isn't a `_StandIn`, because Python turns any error raised when looking it up into "not iterable".
+    # This can't be a `_StandIn`. If looking it up raised an error, then Python would replace this by "not
+    # iterable".
     if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
@@ -168,10 +173,11 @@ _NUMPY_HIDES_ERRORS = {f.__name__: anywhere(f) for f in (jnp.array_equal, jnp.ar
 
 
 def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Called by NumPy for each of its functions, which then use the dense array returned by `__array__`.
+    """Called by NumPy for each of its functions. Most of these then use the dense array returned by
+    `__array__`.
 
-    Note that `__array__` might raise an error. Two of NumPy's functions would swallow this and return False,
-    so for these we call their `jax.numpy` counterparts instead.
+    Note that `__array__` might raise an error. There are two NumPy functions that would swallow this and
+    return False, so for these we call their `jax.numpy` counterparts instead.
     """
     if not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
         return NotImplemented
@@ -185,8 +191,10 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores the operators of mixins that come after `ArrayValue`, as these are shadowed by our
-    stand-ins."""
+    """Restores the operators of mixins that come after `ArrayValue`.
+
+    Without this, our stand-ins would shadow them.
+    """
     if all(issubclass(base, Value) for base in cls.__bases__):
         return
     for base in cls.__mro__[cls.__mro__.index(Value) :]:

@@ -1,7 +1,7 @@
 """`LoraArray`: a weight with a low-rank adapter.
 
-The point of LoRA is to save memory, so neither `b @ a` nor its gradient is ever formed unless the array is
-materialised. Thus every rule operates on `w`, `a` and `b` separately.
+The whole point of LoRA is to save memory. This means that neither `b @ a` nor its gradient is ever formed
+(unless the array is materialised), and so every rule operates on `w`, `a` and `b` separately.
 """
 
 import functools
@@ -165,15 +165,18 @@ class LoraArray(AdaptedArray):
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:
-        """`scaling` in this dtype, so that multiplying an array of the same dtype by it doesn't promote."""
+        """`scaling` in this dtype.
+
+        We can multiply an array of the same dtype by this without it being promoted.
+        """
         # Avoid dividing by zero.
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
-        # Divide in at least float32, so that the result is only rounded once.
+        # Divide in at least float32. This ensures that the result is only rounded once.
         wide = np.dtype(in_float32(dtype))
         divisor = np.full(self.alpha.shape, math.sqrt(self.rank) if self.rslora else self.rank, wide)
-        # NumPy arrays are concrete, so the scaling remains known when tracing. This allows us to skip it if
-        # it's 1.
+        # NumPy arrays are concrete, which means that we still know the scaling when tracing. If it's 1, this
+        # allows us to skip it.
         if isinstance(self.alpha, np.ndarray):
             return (self.alpha.astype(wide) / divisor).astype(dtype)
         return cast(jax.lax.div(cast(constant(self.alpha), wide), divisor), dtype)
@@ -204,8 +207,8 @@ class LoraArray(AdaptedArray):
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
-            # Rows are rescaled to this magnitude, so the base and the adapter don't have to be multiplied as
-            # well.
+            # This is the magnitude to which rows are rescaled, so there's no need to multiply the base or the
+            # adapter as well.
             return self.replace(magnitude=self.magnitude * cast(factor, self.magnitude.dtype))
         _, a_labels, b_labels = labels(self)
         # It's enough to multiply one of `a` and `b`, provided that it has all axes along which the factor
@@ -253,14 +256,18 @@ class LoraArray(AdaptedArray):
             a = _sum(_times(x, x.a, a_labels, half) for (half, _), x in zip(halves, others, strict=True))
             b = _sum(_times(x, x.b, b_labels, half) for (_, half), x in zip(halves, others, strict=True))
         else:
-            # Concatenating along the rank gives the exact sum, but its rank is the sum of all ranks.
+            # Concatenating along the rank results in the exact sum. The downside is that its rank is the sum
+            # of all ranks.
             a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
             weighted = [_times(x, x.b, b_labels, f) for f, x in zip(factors, others, strict=True)]
             b = jnp.concatenate(weighted, axis=b_labels.index(RANK))
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """Resizes an axis. The adapter changes new entries by the mean of its changes to existing ones."""
+        """Resizes an axis.
+
+        For new entries, the adapter's change is the mean of its changes to the existing ones.
+        """
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x
@@ -300,7 +307,7 @@ class LoraArray(AdaptedArray):
         if (x.rank, x.rslora) != (like.rank, like.rslora):
             x = padded_to(x, max(x.rank, like.rank))
         x = with_gradients(x, gradients_through(like, x))
-        # This is static, so it must be the same for both arrays.
+        # This is static, so both arrays must have the same one.
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
@@ -458,7 +465,7 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
     """Returns DoRA's factor for each row, `magnitude / norm`, and its labels."""
     norm, out = row_norm(lora)
-    # As in the DoRA paper, we don't differentiate the norm, which saves memory.
+    # Following the DoRA paper, we treat the norm as a constant in differentiation. This saves memory.
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
 
@@ -486,7 +493,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     s = arrange(jnp.asarray(lora.scaling_in(dtype)), of_alpha, thin)
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
-    # Rounding errors could make this slightly negative.
+    # Mathematically speaking this can't be negative, but rounding errors could make it slightly so.
     return jnp.sqrt(jnp.maximum(squares, 0)), out
 
 

@@ -1,8 +1,8 @@
 """Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts.
 
-The result must have the dtype of a product with the base, regardless of the dtype of the adapter, as
-otherwise a float32 adapter would silently promote a bfloat16 model. The adapter's contribution is computed in
-the wider dtype, and only cast once at the end.
+The result must have the dtype of a product with the base, no matter what the dtype of the adapter is.
+Otherwise a float32 adapter would silently promote a bfloat16 model. So the adapter's contribution is computed
+in the wider dtype, and only cast once at the very end.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dr
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
-    # This has to happen outside of the cached trace, which wouldn't warn a second time.
+    # Do this outside of the cached trace, which wouldn't issue the warning a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
             tell_of_dropout(operand)
@@ -100,8 +100,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         by_row = arrange(scale, rows, out)
         if not drops(lora):
             return multiply(product(w, a, b, x), by_row)
-        # As in PEFT, dropout only affects what is added to the output of the original layer, which includes
-        # the change in scale of the base.
+        # As in PEFT, dropout only affects what is added to the output of the original layer. Note that this
+        # includes the effect of rescaling the base.
         y, x = base_product(w, x, x_labels), dropped(lora, x)
         change = multiply(base_product(w, x, x_labels), by_row - 1)
         return add(y, add(change, multiply(adapter_product(a, b, x, x_labels), by_row)))
@@ -201,8 +201,8 @@ def _conv(
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
         dtype = common_dtype(a, b, x)
-        # Both kernels have the same axes as the base, with the rank replacing `out` in one, and `in` in the
-        # other.
+        # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and
+        # in the other one it replaces `in`.
         if backward:
             down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
             up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))

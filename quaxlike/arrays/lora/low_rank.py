@@ -77,7 +77,7 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
     b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
-    # Orthogonalise both factors, so that we only need the SVD of a matrix that is rank by rank.
+    # Orthogonalise both factors. After this, all we need is the SVD of a small matrix, which is rank by rank.
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
     core = jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
     core = scaling_of(lora, core, 2) * core

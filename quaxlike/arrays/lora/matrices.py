@@ -73,11 +73,11 @@ def svd(
     if randomised is not None:
         assert rank is not None
         key, iterations = randomised
-        # Use more columns than necessary, as this makes the leading singular vectors more accurate.
+        # Using more columns than necessary makes the leading singular vectors more accurate.
         size = min(*w.shape[-2:], 2 * rank)
         wt = jnp.swapaxes(w, -1, -2)
         q = jnp.linalg.qr(w @ jax.random.normal(key, (*w.shape[:-2], w.shape[-1], size), w.dtype))[0]
-        # Orthogonalise after every product, as all columns would otherwise converge to the same vector.
+        # Orthogonalise after every product. Without this, all columns would converge to the same vector.
         for _ in range(iterations):
             q = jnp.linalg.qr(w @ jnp.linalg.qr(wt @ q)[0])[0]
         u, s, vt = jnp.linalg.svd(jnp.swapaxes(q, -1, -2) @ w, full_matrices=False)

@@ -88,7 +88,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
         return NotImplemented  # this would change the norms of the rows
     loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
-    # Each adapter is padded with zeros, so that it has its own range of the common rank.
+    # Pad each adapter with zeros, which means that it has its own range of the common rank.
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank

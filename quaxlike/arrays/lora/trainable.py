@@ -271,7 +271,8 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
-            # Set the entries for the trained rows to zero, so that they don't multiply the base as well.
+            # Set the entries for the trained rows to zero. Otherwise these would be multiplied by the base as
+            # well.
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
             return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)

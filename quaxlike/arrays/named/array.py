@@ -1,7 +1,8 @@
 """`NamedArray`: an array with named axes.
 
-Names are counted from the last axis, so that they remain correct if a transform adds or removes a leading
-axis. (A plain tuple with one name for every axis would be wrong under any `vmap`.)
+Names are counted from the last axis. This way they remain correct if a transform adds or removes a leading
+axis. (We could have used a plain tuple with one name for every axis instead, but this would be wrong under
+any `vmap`.)
 """
 
 from collections.abc import Sequence
@@ -96,7 +97,8 @@ class NamedArray(AnnotatedArray):
             axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
             return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
         except (AttributeError, IndexError, TypeError, ValueError):
-            # The field isn't an array, e.g. after partitioning a model, or in a tree of specs.
+            # It's possible for the field not to be an array, e.g. after partitioning a model, or in a tree of
+            # specs.
             return wl.bracketed(
                 begin=wl.TextDoc("NamedArray("),
                 docs=wl.named_objs([("array", self.array), ("names", self._names)], **kwargs),

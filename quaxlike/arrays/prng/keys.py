@@ -1,7 +1,7 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
-JAX's own keys have an extended dtype, which isn't supported by `np.save`, by weight averaging, or by many
-checkpointers. Here the leaves are plain words, and the name of the generator is static.
+JAX's own keys have an extended dtype. Unfortunately this isn't supported by `np.save`, by weight averaging,
+or by many checkpointers. Here the leaves are just plain words, and the name of the generator is static.
 """
 
 import functools
@@ -149,7 +149,7 @@ def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params:
 
 @register(["concatenate", "stack"])
 def _joined(primitive: Primitive, x: KeyArray, *rest: KeyArray, **params: Any):
-    # Keys of different generators can't be stored in the same array.
+    # Keys for different generators can't be stored in a single array.
     if any(y.impl != x.impl for y in rest):
         return NotImplemented
     return KeyArray.from_jax(primitive.bind(*(y.to_jax() for y in (x, *rest)), **params))

@@ -426,7 +426,7 @@ class AbstractQuantizedArray(GradientsArray):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its own rows. Rows can be split as well, if devices don't share any blocks.
+        # Each device decodes its own rows. We can split these as well, if devices don't share any blocks.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
 
         def last(j: Any, leaf: Any) -> Any:
@@ -491,7 +491,7 @@ class AbstractQuantizedArray(GradientsArray):
         codes, scale, order = parts
         found = self._for_kernels(parts, shape)
         if found is None:
-            # The matrix's rows are parts of rows of codes. This doesn't happen for weights in typical models.
+            # Rows of the matrix are only parts of rows of codes. (Weights of typical models don't do this.)
             if self.compute is not None:
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
@@ -530,7 +530,7 @@ class AbstractQuantizedArray(GradientsArray):
         codes, scale, order = parts
         if self.flattens:
             block = self.block
-            # If blocks don't cross rows then rows of codes are kept separate, so that they can be sharded.
+            # If blocks don't cross rows then keep rows of codes separate, which allows us to shard them.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
 
             def flat(leaf: Any, size: Any) -> Any:
@@ -608,7 +608,7 @@ class AbstractQuantizedArray(GradientsArray):
                 "and without double quantisation."
             )
 
-        # Leaves with one entry per row are replicated. (A block of explicit size still can't be cut.)
+        # Leaves with one entry per row are replicated. (We still can't cut a block of explicit size.)
         def once(leaf: Any) -> Any:
             return leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
 

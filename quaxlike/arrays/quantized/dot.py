@@ -1,7 +1,7 @@
 """Products with codes: `dot_general` with any dimension numbers, `ragged_dot`, and convolutions.
 
-The dense weight must never be stored as a residual, as otherwise training would use all the memory that was
-saved by quantising. Instead, the backward pass decodes the codes again, using `jax.checkpoint`.
+The dense weight must never be stored as a residual. If it was, then training would use up all of the memory
+that we saved by quantising. So instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
 We name the axes as follows. Each axis of the stored weight is named by its index, and the corresponding axis
 of the other operand has the same name. All other (free) axes of the other operand have negative names.
@@ -117,7 +117,7 @@ class _Plan:
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
     """Chooses how to treat `w` as a stack of matrices; None if this would cut blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
-    # We map over batch axes, so these have to be leading axes.
+    # We map over batch axes, which only works if these are leading axes.
     if any(name in inner for name in batch):
         return None
     lead_contracted = tuple(name for name in lead if name in contracted)
@@ -132,7 +132,8 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
         transpose, inner_rows = True, inner_contracted
     else:
         return None
-    # If possible, free leading axes become rows or columns of one large matrix. Otherwise we map over them.
+    # If possible, free leading axes become rows or columns of one large matrix, as this is faster. Otherwise
+    # we map over them.
     for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
         # The rows between leading and inner columns would prevent these from being contiguous.
@@ -223,7 +224,8 @@ def _ragged_dot_general(
     free = with_free_axes(w, [group_axis])
     stack = w if free is None else free
     stored = stack.permutation
-    # We take slices along the first stored axis, so this must be the axis of experts.
+    # We're going to take slices along the first stored axis, which means that this must be the axis of
+    # experts.
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 

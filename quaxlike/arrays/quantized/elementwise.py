@@ -1,7 +1,7 @@
 """Arithmetic on scales or on code tables: multiplication, powers, and the sums that occur in penalties.
 
-The codes aren't changed, so the result is rounded once for each block (or table entry), as opposed to each
-element.
+We don't change the codes. This means that the result is rounded once for each block (or table entry), rather
+than once for each element.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
     """Computes the square of an array. Codes can't represent any other product of quantised arrays."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
-    # Compare leaves by identity, since their values aren't known when tracing.
+    # The values of leaves aren't known when tracing, so compare the leaves by identity.
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
     )
@@ -59,7 +59,8 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     The product is rounded once for each block, as opposed to each element. Note that even if the scales are
     frozen, a traced factor still receives gradients through the scales of the result.
     """
-    # Each term would be infinite, so their sum might be NaN, whereas the dense array has infinity.
+    # Every term is infinite, in which case their sum might be NaN, even though the dense array has infinity
+    # here.
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
@@ -100,11 +101,11 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
 
     The codes aren't changed, but represent different values. Note that both functions are rounded separately.
     """
-    # If there's a zero point then an element is a sum, so its square doesn't factorise in this way.
+    # If there's a zero point then an element is a sum, and the square of a sum doesn't factorise in this way.
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values).tolist()
-    # Use a single NaN object, so that codecs with the same table are equal.
+    # Always use the same NaN object. Otherwise codecs with the same table wouldn't be equal.
     table = tuple(math.nan if value != value else value for value in values)
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())

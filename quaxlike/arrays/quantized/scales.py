@@ -92,7 +92,7 @@ def encode(
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
-    # Pad with the last element, as this doesn't affect the minimum and maximum of the block.
+    # Pad with the last element. Unlike zeros, this doesn't affect the minimum and maximum of the block.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     if searches:
@@ -195,7 +195,7 @@ def _stored(
         zero = None if zero is None else zero.astype(small)
         return BlockScales(scale.astype(small), outer, zero, outer_zero)
     if codec.scales in ("e8m0", "e8m0_half"):
-        # Round up to a power of two, so that nothing is clipped.
+        # Rounding up to a power of two ensures that nothing is clipped.
         up = lax.bitcast_convert_type(search.power_of_two_above(scale), jnp.uint32)
         byte = (up >> 23) + np.uint32(codec.scales == "e8m0_half")
         return BlockScales(jnp.minimum(byte, 254).astype(jnp.uint8))

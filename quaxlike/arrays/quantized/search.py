@@ -5,8 +5,8 @@ these we compute the codes, and then fit the scale (and the minimum, if the code
 least squares, keeping the best result. For codecs with outer scales, the same search is used when rounding
 the scales. llama.cpp does the same, using slightly different candidates.
 
-Note that every scale must have been fitted to the codes with which it is going to be stored, as otherwise its
-actual error would be larger than the one used in the comparison.
+Note that every scale must have been fitted to the very codes with which it is going to be stored. Otherwise
+its actual error would be larger than the error that we used for comparing it to other candidates.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
     """Finds the best scales prior to rounding. `weights` must broadcast against the elements."""
-    # Normalise by the largest magnitude, as the squares of small values could otherwise underflow to zero.
+    # Normalise by the largest magnitude. Without this, the squares of small values could underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
     total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)
@@ -133,7 +133,8 @@ def _symmetric(
         values = rounded(_ratio(x, scale))
         product, square = _sum(weights * x * values), _sum(weights * values * values)
         best = _ratio(product, square)
-        # The loss omits the squared norm of `x`, as this is the same for every scale.
+        # The loss leaves out the squared norm of `x`. This is the same for every scale, so it doesn't affect
+        # which one is best.
         return -best * product, best, square
 
     ends = [end for end in limits if end]

@@ -53,7 +53,8 @@ def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: A
 @register("squeeze")
 def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     gone = {w.permutation[axis] for axis in dimensions}
-    # Removing an inner axis changes how the last axis of the codes is interpreted, so this is a reshape.
+    # If we remove an inner axis then the last axis of the codes is interpreted differently, so this is a
+    # reshape.
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
         out = reshaped(w, shape)
@@ -174,7 +175,7 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
     """Converts to a form in which these logical axes are leading axes; None if this would cut blocks."""
-    # Try the current form first, since the second form takes more memory: it repeats or decodes scales.
+    # Try the current form first. The second form takes more memory, because it repeats or decodes scales.
     for form in (lambda: w, lambda: with_most_leading_axes(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
@@ -196,7 +197,8 @@ def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
     if w.order is not None:
-        # Rows that share an order have to stay together, so we can only reshape what comes after them.
+        # Rows that share an order can't be separated, which means that we can only reshape what comes after
+        # them.
         same = shape[:n] == lead and shape[n : n + 1] == w.inner_shape[:1]
         return dataclasses.replace(w, inner=tuple(shape[n:])) if same else None
     if shape[:n] == lead and math.prod(shape[n:]) == count:
@@ -235,8 +237,8 @@ def _dynamic_slice(
         return lax.dynamic_slice(leaf, [*begin, *starts_of_rest], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
-    # A single row is an activation (e.g. a token's embedding), so the next operation needs its values as
-    # opposed to its codes.
+    # A single row is typically an activation (e.g. the embedding of a token). The next operation will need
+    # its values, rather than its codes.
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
 
 
@@ -296,7 +298,7 @@ def _gather(
         out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    # The leaves can be filled such that they decode to NaN, but not to any other value.
+    # It's possible to fill the leaves so that they decode to NaN, but not to any other value.
     if fills and not (fill_value is None or np.isnan(fill_value)):
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]

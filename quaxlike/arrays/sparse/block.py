@@ -111,7 +111,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             raise ValueError(f"BlockSparseArray.from_dense takes 0 < density <= 1; found {density}.")
         *batch, n, k = w.shape
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
-        # Use float32, since squares might overflow in half precision.
+        # Squares might overflow in half precision, so use float32.
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
             masks = largest(norms, density, "the {} blocks of each row")
@@ -119,7 +119,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             flat = norms.reshape(*norms.shape[:-2], -1)
             masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
-        # Padding has an index that is out of bounds, so clip it, and then clear these slots.
+        # The index of padding is out of bounds. So first clip it, and then clear these slots.
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, from_numpy(places), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
@@ -275,8 +275,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
-        # When this is the tangent of a function, JAX might have replaced the indices by zeros. We have to
-        # detect that, as all blocks would otherwise be added in the same position.
+        # If this is the tangent of a function, then JAX might have replaced the indices by zeros. We have to
+        # detect this, because otherwise all blocks would be added in the same position.
         if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape

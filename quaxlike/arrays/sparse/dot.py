@@ -124,7 +124,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
     def sizes(axes: Any) -> Any:
         return [shape[axis] for axis in axes]
 
-    # Flat indices would overflow.
+    # With this many elements, flat indices would overflow.
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
         return NotImplemented
     inside = w.is_stored
@@ -147,7 +147,7 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     """Multiplies two sparse arrays with concrete patterns, whose pairs of elements we find when tracing."""
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of pairs determines a shape, so it must be known when tracing.
+    # The number of pairs determines a shape, which means that we have to know it when tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
     of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))

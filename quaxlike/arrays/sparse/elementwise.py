@@ -1,6 +1,7 @@
 """Elementwise functions of sparse arrays, and reductions of their elements.
 
-There are no rules for functions that don't map zero to zero, as their results wouldn't be sparse.
+Note that there are no rules for functions that don't map zero to zero, because their results wouldn't be
+sparse.
 """
 
 import functools
@@ -44,8 +45,8 @@ def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
-    # Zero raised to the power of zero (or a negative number) is one (or infinite), so the result wouldn't be
-    # sparse.
+    # Raising zero to the power of zero (or of a negative number) is one (or infinite), so the result wouldn't
+    # be sparse.
     return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
@@ -95,7 +96,8 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of merged elements determines a shape, so the patterns must be known when tracing.
+    # The number of merged elements determines a shape, which means that we have to know the patterns when
+    # tracing.
     if at_x is None or at_y is None:
         return NotImplemented
     # A product is only nonzero in positions that are stored by both arrays.

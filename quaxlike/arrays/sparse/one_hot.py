@@ -135,7 +135,7 @@ def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any
 
 @register(["mul", "div"])
 def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params: Any) -> Any:
-    # The two indices might be different, in which case the result isn't a multiple of either vector.
+    # In general the two indices are different, in which case the result isn't a multiple of either vector.
     return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 

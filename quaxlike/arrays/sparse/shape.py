@@ -33,7 +33,7 @@ from .unstructured import SparseArray, fits_int32, flattened, smaller, unflatten
 @register("transpose")
 def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
-    # A batch axis becomes a sparse axis, so every element needs an index along it.
+    # This turns a batch axis into a sparse axis, which means that every element needs an index along it.
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
     x = transpose_batch(x, permutation[:n])
@@ -114,7 +114,8 @@ def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseA
     if all(axis < n for axis in dimensions):
         return x
     indices = [
-        # We mustn't reverse the index of padding, as it would become -1, and so refer to the last element.
+        # Make sure not to reverse the index of padding. It would become -1, and so would refer to the last
+        # element.
         jnp.where(x.is_stored, size - 1 - index, size) if axis + n in dimensions else index
         for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
     ]
@@ -218,8 +219,8 @@ def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Seq
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
-        # The number of elements in a slice depends on their indices, so it can't be used as a shape. Instead
-        # we keep all elements, and convert those outside of the slice to padding.
+        # The number of elements in a slice depends on their indices, and so we can't use it as a shape.
+        # Instead, we keep all elements, and convert the ones outside of the slice to padding.
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
@@ -280,7 +281,7 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
 def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
-    # If the elements aren't ordered then a row could be anywhere amongst them.
+    # If the elements aren't ordered then a given row could be anywhere amongst them, so look at all of them.
     if csr is None:
         return NotImplemented
     data, pointer, across = x.data, csr.row_ptr, csr.columns

@@ -175,7 +175,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
             f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
             stacklevel=4,  # skips `from_dense` and `checked`
         )
-    # Use a stable sort, so that the choice amongst equal entries doesn't depend on the platform.
+    # Use a stable sort. This ensures that the choice amongst equal entries doesn't depend on the platform.
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)

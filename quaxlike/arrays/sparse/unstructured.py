@@ -81,8 +81,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         if min(self.sizes) < 0:
             raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
-        # Traced indices can't be checked, but all methods that produce them ensure that positions are
-        # distinct.
+        # We can't check indices that are traced. (But all methods that produce these ensure that positions
+        # are distinct.)
         if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
@@ -177,7 +177,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         """Creates an array from elements at flat indices `places`, sorted with padding at the end."""
         inside = places < math.prod(sizes)
         if not inside.all():
-            # Other formats have arbitrary values for padding. Clear these, since leaves might be summed or
+            # Other formats have arbitrary values for padding. Clear these, because leaves might be summed or
             # compared.
             data = jnp.where(inside, data, jnp.zeros_like(data))
         coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
@@ -216,7 +216,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         indices = jnp.broadcast_to(matrix.indices, (*batch, *matrix.indices.shape[matrix.n_batch :]))
         if not isinstance(indices, jax.core.Tracer):
             return cls.from_coo(data, indices, matrix.shape)
-        # Traced indices can't be sorted here, but we still have to sum duplicates.
+        # We can't sort traced indices here, but we still have to sum any duplicates.
         if not matrix.unique_indices:
             matrix = sparse.BCOO((data, indices), shape=matrix.shape)
             with jax.numpy_rank_promotion("allow"):  # JAX relies on rank promotion here

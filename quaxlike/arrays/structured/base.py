@@ -89,8 +89,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def diagonal_elements(self) -> Any:
         """Returns the diagonal, with shape `(*batch, min(m, n))`."""
 
-    # The following methods are called by the rules of other types. If a method declines, then we try that of
-    # the other operand, and finally materialise.
+    # The following methods are called by the rules of other types. If a method declines, then the next thing
+    # we try is the method of the other operand. If this declines as well then we materialise.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
         """Returns the rows and columns of the elements of each part, as one-dimensional arrays.

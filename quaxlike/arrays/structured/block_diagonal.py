@@ -85,7 +85,8 @@ class BlockDiagonalMatrix(StructuredMatrix):
 
     def after_diagonal(self, diagonal: Any) -> "BlockDiagonalMatrix":
         by_row = jnp.reshape(diagonal, (*diagonal.shape[:-1], *self.blocks.shape[-3:-1], 1))
-        # Either of these might have more batch axes, and strict rank promotion would raise.
+        # Either of these might have more batch axes than the other, for which strict rank promotion would
+        # raise an error.
         ndim = max(by_row.ndim, self.blocks.ndim)
         return replace_fields(self, blocks=lead(by_row, ndim) * lead(self.blocks, ndim))
 

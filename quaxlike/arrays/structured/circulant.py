@@ -64,7 +64,7 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            # A Fourier transform would introduce rounding errors.
+            # We could use a Fourier transform here, but this would introduce rounding errors.
             return product(self.materialise(), x, precision=precision)
 
         def by(blocks: Any, x: Any) -> Any:

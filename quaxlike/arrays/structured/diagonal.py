@@ -47,7 +47,7 @@ class DiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
-        # Don't multiply by the identity, as an infinite element would then produce NaNs.
+        # Don't multiply by the identity here. If any element is infinite, then this would produce NaNs.
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
@@ -78,7 +78,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=1 / self.diagonal)
 
     def slogdet(self) -> tuple[Any, Any]:
-        # The product of many elements could overflow, so we sum their logarithms instead.
+        # The product of many elements could overflow. Summing their logarithms avoids this.
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 

@@ -121,7 +121,8 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
             return out if preferred is None else out.converted(preferred)
-    # Only materialise one of the operands, so that the product still exploits the structure of the other one.
+    # Only materialise one of the operands. This way the product still exploits the structure of the other
+    # one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
     return quaxify(functools.partial(primitive.bind, **params))(x, y)
 

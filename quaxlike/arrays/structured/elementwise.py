@@ -43,7 +43,8 @@ def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
-    # If elements are products or sums of parts, then rounding each part gives a different result.
+    # If elements are products or sums of parts, then we can't round the parts instead, as this gives a
+    # different result.
     if x.places() is None and (
         x.dtype == bool
         or not jnp.issubdtype(new_dtype, jnp.inexact)
@@ -70,7 +71,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
-    # Infinite terms with opposite signs would give NaN.
+    # If there were infinite terms with opposite signs, then we would get NaN.
     if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)

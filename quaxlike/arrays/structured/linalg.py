@@ -133,7 +133,7 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
-    # The structure doesn't help with solving linear systems, so factorise the dense matrix instead.
+    # The structure doesn't help us to solve linear systems, so we might as well factorise the dense matrix.
     if not x.has_solver:
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)

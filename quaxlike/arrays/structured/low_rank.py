@@ -120,7 +120,7 @@ class LowRankUpdate(StructuredMatrix):
     @property
     def has_solver(self) -> bool:
         base = value_of(self.base)
-        # Metadata such as units doesn't affect how the base is solved.
+        # Ignore metadata such as units, as it doesn't affect how the base is solved.
         while isinstance(base, AnnotatedArray):
             base = value_of(base.array)
         if isinstance(base, StructuredMatrix):
@@ -189,7 +189,7 @@ class LowRankUpdate(StructuredMatrix):
 
     def solve(self, b: Any) -> Any:
         rank = self.u.shape[-1]
-        # Solve for `u` and `b` at the same time, so that the base is only factorised once.
+        # Solve for `u` and `b` at the same time. This means that the base is only factorised once.
         both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
         of_u, of_b = both[..., :rank], both[..., rank:]
         v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))

@@ -46,7 +46,7 @@ def _broadcast_in_dim(
     out = x.each(broadcast)
     if out.batch == tuple(shape[:new]):
         return out
-    # The shape is determined by the parts, so at least one of these must have the new axes.
+    # The shape is determined by the parts, which means that at least one of these must have the new axes.
     (carrier, *_), part = x.FACTORS, x.parts[x.FACTORS[0]]
     sizes = (*shape[:new], *part.shape[part.ndim - x.CORE[carrier] :])
     return out.with_parts(out.parts | {carrier: quaxify(jnp.broadcast_to)(part, sizes)})

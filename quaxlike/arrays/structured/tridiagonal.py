@@ -120,7 +120,7 @@ class TridiagonalMatrix(StructuredMatrix):
             first, d, u = below
             swap = jnp.abs(first) > jnp.abs(pivot)
             chosen = jnp.where(swap, first, pivot)
-            # If the pivot is zero then so is the determinant, regardless of the remaining rows.
+            # If the pivot is zero then so is the determinant, no matter what the remaining rows are.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
             return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)

@@ -417,8 +417,8 @@ def quantity(array: Any, unit: Unit) -> Any:
     level = level_of(value)
     if level is None:
         return value
-    # Within a quaxified function this must become an operand immediately, as transforms would flatten a
-    # Value.
+    # Inside a quaxified function, this must become an operand immediately. Otherwise transforms would flatten
+    # it, like any Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

@@ -31,8 +31,8 @@ def functions_of_jax_numpy() -> list[str]:
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)
-            # Any further callers are those of the first call, as JAX caches traces, so they're unrelated to
-            # this one.
+            # JAX caches traces, which means that any callers further up are those of the first call, and
+            # might have nothing to do with this one.
             calls = [*calls[: calls.index(own) if own in calls else None], own]
         found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
         frame = frame.f_back

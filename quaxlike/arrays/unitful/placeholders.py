@@ -182,7 +182,7 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
     """Returns the constants that fill the carry of a loop, regardless of the number of iterations."""
-    # This terminates, as each iteration can only make constants less specific.
+    # This is guaranteed to terminate, because each iteration can only make constants less specific.
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry

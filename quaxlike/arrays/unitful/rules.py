@@ -1,6 +1,7 @@
 """Rules for units, in the form of tables.
 
-We must never guess a unit, so a primitive without an entry raises an error when it is applied to a quantity.
+We must never guess a unit. So if a primitive doesn't have an entry, then applying it to a quantity raises an
+error.
 """
 
 import itertools
@@ -40,8 +41,8 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# Between `jnp.where` and a division, only the following primitives can be applied to a guard (see `guarded`),
-# as well as those that move elements.
+# After a guard was created by `jnp.where` (see `guarded`), these are the only primitives that can be applied
+# to it before a division, apart from those that move elements.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS

@@ -117,7 +117,7 @@ class Full(ArrayOperators, ArrayValue):
         else:
             number = np.asarray(value, self._dtype).item()
             is_nan = isinstance(number, float) and math.isnan(number)
-            # Always use the same NaN object, so that static fields compare equal.
+            # Always use the same NaN object. Otherwise static fields wouldn't compare equal.
             self.value, self.number = None, math.nan if is_nan else number
 
     def aval(self) -> jax.core.ShapedArray:
@@ -202,7 +202,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # needed inside of an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
-        # NaNs must be computed as part of the program, in order for `checkify` to check the operation.
+        # NaNs must be computed as part of the program. Otherwise `checkify` couldn't check the operation.
         if number == number:
             return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}
@@ -233,7 +233,7 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
-        # As for symbolic zeros, this ignores that the other operand could be infinite or NaN.
+        # Just like for symbolic zeros, we ignore the possibility that the other operand is infinite or NaN.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
@@ -285,7 +285,8 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
     fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
-    # If slices might be filled then the result is only constant if they are filled with the same value.
+    # Some slices might be filled. In this case the result is only constant if they are filled with the same
+    # value.
     if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
@@ -344,7 +345,7 @@ _REDUCED: dict[str, Callable[[Any, int], Any]] = {
 
 @register(tuple(_REDUCED))
 def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **params: Any) -> Any:
-    # Each array of a stack has its own value, so we can't reduce over the batch axes.
+    # Each array of a stack has its own value, which means that we can't reduce over the batch axes.
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
@@ -403,7 +404,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
 
 # The identity -------------------------------------------------------------------------------------
 
-# This is tried after `Zero`, since zero times the identity is zero.
+# Zero times the identity is zero, so this is tried after `Zero`.
 
 
 class Identity(ArrayOperators, ArrayValue):

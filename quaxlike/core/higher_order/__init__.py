@@ -1,8 +1,8 @@
-"""Primitives that carry code. Importing this package registers their rules.
+"""Primitives that carry code, such as `jit` or `scan`. Importing this package registers their rules.
 
-We must bind such a primitive again with all of its parameters (name, donation, shardings, unroll, policy,
-...), adapted to the number of leaves. Dropping one of them would silently change how the user's program is
-compiled.
+Each of these must be bound again with *all* of its parameters (name, donation, shardings, unroll, policy and
+so on), adapted to the number of leaves. If we were to drop one of them, then this would silently change how
+the user's program is compiled.
 """
 
 from . import calls as calls

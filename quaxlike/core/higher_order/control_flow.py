@@ -1,9 +1,11 @@
 """`lax.cond`, `lax.switch`, `lax.while_loop`, `lax.fori_loop`, `lax.scan` and `lax.map` on Values.
 
-The results of all branches must have the same form (that is, the same class, statics and leaf shapes), and so
-must a loop's carry before and after an iteration, because XLA only sees leaves. So we search for a common
-form. We give up after a few attempts, as there might not be one: e.g. the rank of a LoRA might grow in every
-iteration. A scan iterates over the rows of a Value, if its type can be sliced into rows.
+XLA only sees leaves. Because of this, the results of all branches must have the same form (that is, the same
+class, statics and leaf shapes), and so must a loop's carry before and after an iteration. So what we do here
+is to search for a common form. There might not be one: for example, the rank of a LoRA might grow in every
+iteration. So we give up after a few attempts.
+
+Note that a scan iterates over the rows of a Value, provided that its type can be sliced into rows.
 """
 
 import functools
@@ -49,8 +51,8 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
-    # First trace each branch without constraining the form of its results. We only have to trace again, with
-    # a common form, if these differ.
+    # First trace each branch without constraining the form of its results. Usually they all agree, and then
+    # we're done. We only have to trace again, using a common form, if they differ.
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
     out = flats[0].out
     if any(flat.out != out for flat in flats):
@@ -61,8 +63,8 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
-    # JAX passes the same operands to every branch, so each of them has to accept the constants of all of
-    # them.
+    # JAX passes the same operands to every branch. This means that each branch has to accept the constants of
+    # all of them.
     flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
@@ -83,7 +85,7 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     slots, what = (*cond_slots, *carry), "the condition of while_loop"
     cond = subjaxpr(trace, params["cond_jaxpr"], slots, what=what)
     if not is_read_by_its_leaf(cond.out[0], what):
-        # The condition returned a Value, but the loop requires a plain boolean.
+        # The condition returned a Value, but the loop requires a plain boolean, so convert it.
         targets = [LeafLayout(None, (predicate,))]
         cond = subjaxpr(trace, params["cond_jaxpr"], slots, targets=targets, what=what)
     params = params | {
@@ -96,8 +98,8 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     return unflatten(carry, out)
 
 
-# How often each part of the carry may change its form. (It might depend on the form of another part, so once
-# isn't always enough.)
+# How often each part of the carry may change its form. (Once isn't always enough, because the form of one
+# part might depend on the form of another.)
 _MOST_CHANGES = 2
 
 
@@ -110,18 +112,18 @@ def carry_fixed_point(
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
     """Finds a form for a loop's carry that is the same after each iteration.
 
-    If a plain array becomes a Value, then we lift it using `promote` if the type defines it, and otherwise
-    materialise the Value. Two different Values are converted to a common form, and we raise an error if there
-    is none. If the form of a Value (or one of its parts) keeps changing in every iteration, then it is
-    materialised.
+    If a plain array turns into a Value, then we lift it using `promote`, or materialise the Value if its type
+    doesn't define this. Two different Values are converted to a common form, and it's an error if there isn't
+    one. Finally, if a Value (or one of its parts) keeps changing its form in every iteration, then we give up
+    on it and materialise it.
 
     **Arguments:**
 
     - `body_for`: returns the body for a carry with the given slots, converting its results to the targets.
     - `beside`: the slots of the other operands of the body.
-    - `stacked`: the number of axes of the predicate. If this isn't zero then several loops, which might need
-        different numbers of iterations, are run at once. Their carries are selected leaf by leaf, so a Value
-        is materialised unless all of its leaves have these axes.
+    - `stacked`: the number of axes of the predicate. If this isn't zero then we are running several loops at
+        once, which might need different numbers of iterations. In this case their carries are selected leaf
+        by leaf, so a Value is materialised unless all of its leaves have these axes.
 
     **Returns:**
 
@@ -141,12 +143,12 @@ def carry_fixed_point(
     changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
-        # The parts that changed are now materialised, so the search is guaranteed to terminate.
+        # By now the parts that changed have been materialised, so the search is guaranteed to terminate.
         if changes[i] > _MOST_CHANGES:
             return a
         message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
         out = allowed(unify(a, b, message))
-        # Lifting a plain array doesn't count, since this can only happen once.
+        # We don't count lifting a plain array, since this can only happen once.
         changes[i] += a.treedef is not None and not out.has_form_of(a)
         return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 
@@ -167,19 +169,19 @@ def carry_fixed_point(
             carry = lifted
             continue
         after = body.out[: len(carry)]
-        # This is the usual case: the form didn't change, so nothing needs to be converted.
+        # This is the usual case, in which the form didn't change, and so nothing needs to be converted.
         if all(map(LeafLayout.admits, carry, after)):
             break
         unified = tuple(
             joined(i, a if b.treedef is None else started(a, x), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
-        if unified == carry:  # only the results must be converted
+        if unified == carry:  # in this case we only have to convert the results
             rest = (None,) * (len(body.out) - len(carry))
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
-    # The form of the carry isn't that of the initial values, so convert these once, before the loop.
+    # The carry has a different form than its initial values, so convert these once, before the loop.
     if carry != slots:
         leaves, _ = flatten([convert_to(x, slot, what) for x, slot in zip(init, carry, strict=True)])
     return leaves, carry, body
@@ -204,8 +206,8 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
         flat = body(targets)
         ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
-        # Values can only be stacked if their leaves can be stacked. Trace again if this means that some of
-        # them have to be materialised.
+        # Values can only be stacked if their leaves can be stacked. If this means that some of them have to
+        # be materialised, then trace the body again.
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -217,7 +219,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
     leading = [*body.consts, *const_leaves, *before]
     carried = range(len(leading), len(leading) + len(carry_leaves))
-    # Otherwise the backward pass would store a copy of every frozen weight for each iteration.
+    # Without this, the backward pass would have to store a copy of every frozen weight for each iteration.
     jaxpr, constants = with_few_residuals(body.jaxpr, carried)
     inputs = [*leading, *carry_leaves, *rows]
     inputs = [jax.lax.stop_gradient(x) if i in constants else x for i, x in enumerate(inputs)]
@@ -249,7 +251,7 @@ def _is_cut(slot: LeafLayout) -> bool:
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
-    """Returns the leaves to scan over (with rows first), the slot for one row of each operand, and which
+    """Returns the leaves to scan over (with rows first), the slot for a single row of each operand, and which
     leaves are shared by all rows."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
@@ -262,13 +264,13 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
                 f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "
                 f"{len(parts)} array leaves; found {axes}."
             )
-        # A scan slices its operands along their first axis.
+        # A scan always slices its operands along their first axis, so move the axis of the rows there.
         parts = [p if a is None else jnp.moveaxis(p, a, 0) for p, a in zip(parts, axes, strict=True)]
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
         )
-        # An incorrect `leading_axis` would otherwise silently scan over something that isn't a row of the
-        # array.
+        # If `leading_axis` is incorrect, then without this check we would silently scan over something that
+        # isn't a row of the array.
         if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "
@@ -282,8 +284,10 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """Returns the position of each leaf among the inputs. Leaves shared by all rows become constants of the
-    loop."""
+    """Returns the position of each leaf among the inputs of the loop.
+
+    Leaves that are shared by all rows become constants.
+    """
     if not any(shared):
         return None
     first_carried = n_consts + sum(shared)
@@ -309,12 +313,13 @@ def stacks(slot: LeafLayout, length: int) -> bool:
     """Returns whether stacking the leaves of such Values gives a Value that represents the stacked arrays."""
     if slot.treedef is None:
         return True
-    # Check the stack itself, because the static fields might only be valid for a single row.
+    # Check the stack itself as well. It might be invalid even if the rows are valid, because static fields
+    # might only make sense for a single row.
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
         axes = axes_of_rows(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
-    except Exception:  # a type whose shapes don't fit can't be stacked
+    except Exception:  # this type can't be stacked, as its shapes don't fit
         return False
     if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False

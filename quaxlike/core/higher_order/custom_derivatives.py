@@ -1,16 +1,17 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: calls the user's functions with Values.
 
-We bind the primitive again, as a custom derivative of a function on leaves. This is subtle, for three
-reasons.
+We do so by binding the primitive again, as a custom derivative of a function on leaves. This is subtle, for
+three reasons.
 
-- JAX calls the primal function, the forward function and the jvp rule at different times, but requires all of
-    them to return the same leaves. So whichever runs first decides the slots of the results (`_Results`), to
-    which the others must conform, as otherwise leaves would be assigned to the wrong places.
+- JAX calls the primal function, the forward function and the jvp rule at different times, but all of them
+    must return the same leaves. So whichever runs first decides the slots of the results (`_Results`), and
+    the others must conform to these. Otherwise leaves would end up in the wrong places.
 - Once a function has been staged, it's too late to change the form of its results. So at that point we also
-    trace the derivative, just to find out which results have tangents of the same form (`decide_by`).
-- JAX's `WrappedFun` stores the auxiliary outputs of a call in its `stores`, each of which can only be filled
-    once. We call it several times, so we have to reset them. A function that wraps another shares its stores,
-    so that a level further down is able to do the same.
+    trace the derivative, with the sole purpose of finding out which results have tangents of the same form
+    (`decide_by`).
+- A `WrappedFun` in JAX stores the auxiliary outputs of a call in its `stores`, each of which can only be
+    filled once. We call it several times, and so we have to reset them in between. If a function wraps
+    another one then we make it share the same stores, so that a level further down is able to do the same.
 """
 
 import contextlib
@@ -79,8 +80,8 @@ def _custom_jvp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # Plain results always have plain tangents. In this case there is nothing to decide, and we can avoid
-        # tracing.
+        # A plain result always has a plain tangent. If all results are plain then there is nothing to decide,
+        # and we can avoid tracing.
         if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
             zero = SymbolicZero if symbolic_zeros else zeros
             results.decide_by(flat_jvp, leaves, zero, fun.debug_info.func_src_info)
@@ -93,8 +94,9 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *own])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
-            # The derivative of e.g. an identity function returns a tangent unchanged. In this case we return
-            # the original leaves, since symbolic zeros had to be instantiated in order to create the Value.
+            # Some derivatives return a tangent unchanged, e.g. that of the identity function. In this case we
+            # return the original leaves, because we had to instantiate any symbolic zeros when creating the
+            # Value.
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, own, per_slot(slots, tangents), strict=True)
         }
@@ -146,9 +148,10 @@ def _custom_vjp(
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
-    # The leaves of any Values among the operands are residuals as well, since they are required for pulling
-    # back a dense cotangent. We forward them, rather than storing them again. If they also occur in other
-    # residuals, then we preserve object identity, so that patterns are recognised as equal.
+    # Pulling back a dense cotangent requires the leaves of the Values among the operands, which means that
+    # these are residuals as well. We forward them, rather than storing them a second time. If some of them
+    # also occur in the other residuals then we preserve object identity, so that their patterns are
+    # recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -165,15 +168,15 @@ def _custom_vjp(
         perturbed = [any(nz) for nz in per_slot(slots, pairs[1::2])]
         outs = _call(trace, fwd, [x for pair in zip(primals, perturbed, strict=True) for x in pair])
         _, res_tree, forwards = out_trees()
-        # For residuals that are operands, JAX doesn't return a value, but only which operand it is.
+        # If a residual is one of the operands, then JAX only returns which one it is, but not its value.
         n_stored = res_tree.num_leaves - sum(f is not None for f in forwards)
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
         primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
-        # Cotangents don't include the pattern of the results, so we have to store it for the backward
-        # function.
+        # Cotangents don't include the pattern of the results, but the backward function might need it, so we
+        # store it.
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -209,8 +212,8 @@ def _custom_vjp(
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
-# Hijax: under `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level primitives. We bind
-# a custom derivative of functions on leaves instead.
+# This is for hijax. Under `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level
+# primitives. For these, we bind a custom derivative of functions on leaves in place of the original.
 
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
@@ -272,7 +275,7 @@ def _unboxed(trace: QuaxTrace, outs: Sequence[Any]) -> list[Any]:
 
 
 def _zero_of_jax(x: Any) -> Any:
-    """Converts a symbolic zero to JAX's own form."""
+    """Converts a symbolic zero to the form that JAX uses internally."""
     return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
 
 
@@ -318,14 +321,15 @@ def _call_custom_vjp(
 
 _HINT = "Its derivative is not a Value of its type with the same pattern."
 
-# The functions whose derivatives are being traced for `decide_by`, by source: most call themselves.
+# The functions whose derivatives are being traced for `decide_by`, by source. We need this because the
+# derivatives of most functions call the function itself.
 _deciding: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
     "deciding_results", default=frozenset()
 )
 
 
 class _Results:
-    """The slots of the results, as decided by whichever of the user's functions runs first."""
+    """The slots of the results. These are decided by whichever of the user's functions runs first."""
 
     slots: tuple[LeafLayout, ...] = ()
     decided = False
@@ -335,11 +339,12 @@ class _Results:
     ) -> None:
         """Traces the derivative of a function that is being staged, to determine the form of its results.
 
-        By the time it is differentiated it's too late to change this. If tracing raises an error then nothing
-        is decided, since the derivative might never be needed. (Most derivatives call the function itself,
-        which we detect using its `source`.)
+        By the time that the function is differentiated, it would be too late to change this. If tracing
+        raises an error then nothing is decided, because it's possible that the derivative is never needed.
+        (Most derivatives call the function itself. We detect this using its `source`.)
         """
-        # Without the second check, a rule that calls the function would keep tracing its own derivative.
+        # Without the second check, if a rule calls the function then we would keep tracing its derivative
+        # recursively.
         if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
@@ -355,8 +360,8 @@ class _Results:
         unseen = recording(recorder.unseen()) if recorder else contextlib.nullcontext()
         token = _deciding.set(_deciding.get() | {source})
         try:
-            # We only trace to find something out. As the program might never compute this, it must neither
-            # raise an error nor appear in a report.
+            # We only do this to find something out, and the program might never actually compute the
+            # derivative. So this must neither raise an error nor appear in a report.
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(WHAT, "its derivative", None, None)
                 compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
@@ -380,7 +385,7 @@ class _Results:
     ) -> Sequence[Any]:
         """Returns the results of a differentiated function, some of which might have to be materialised.
 
-        Results that are marked as `kept` are left unchanged.
+        The exception is any results marked as `kept`, which are left unchanged.
         """
         if self.decided:
             return self._conform(outs)
@@ -392,15 +397,18 @@ class _Results:
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """As `flatten`, for a differentiated function: materialises Values whose tangents differ in form."""
+        """As `flatten`, but for a differentiated function.
+
+        This materialises any Values whose tangents have another form.
+        """
         if not self.decided:
             outs = [
                 dense(x, WHAT, hint=_HINT) if is_value(x) and not has else x
                 for x, has in zip(outs, has_tangents, strict=True)
             ]
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
-            # A nonlinear result was fine when the function was staged, as it wasn't being differentiated
-            # then.
+            # When the function was staged it wasn't being differentiated, and at that time a nonlinear result
+            # was fine.
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned {slot.cls.__name__} when it was "
@@ -411,10 +419,11 @@ class _Results:
 
 
 class _Residuals:
-    """The layout of the residuals, and of the results' leaves without tangents."""
+    """The layout of the residuals, and of those leaves of the results that don't have tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
-    places: tuple[int | None, ...] = ()  # for each leaf, its index if it is an operand's leaf
+    # For each leaf: if it's a leaf of an operand then its index, otherwise None.
+    places: tuple[int | None, ...] = ()
 
     @property
     def size(self) -> int:
@@ -424,8 +433,8 @@ class _Residuals:
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
         leaves += constant
-        # Otherwise we would store leaves twice, e.g. doubling the memory for frozen weights in the backward
-        # pass.
+        # Without this we would store leaves twice. For example, frozen weights would take up twice as much
+        # memory in the backward pass.
         known = {id(x): i for i, x in enumerate(kept)}
         self.places = tuple(known.get(id(x)) for x in leaves)
         return [x for x, place in zip(leaves, self.places, strict=True) if place is None]
@@ -443,7 +452,7 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
 
 
 def _reset(fun: lu.WrappedFun) -> None:
-    """Resets the auxiliary outputs that a function stored when it was called, so that we can call it
+    """Resets the auxiliary outputs that a function stored when it was called. Otherwise it couldn't be called
     again."""
     for store in fun.stores:
         if store:
@@ -453,25 +462,26 @@ def _reset(fun: lu.WrappedFun) -> None:
 def _may_be_differentiated(trace: Any) -> bool:
     """Returns whether a function called under `trace` might be differentiated.
 
-    This is conservative: we only return False if there is nothing except for `vmap` and `quaxify`.
+    This is conservative, in that we only return False if there are no transforms other than `vmap` and
+    `quaxify`.
     """
-    # These two never differentiate, but a trace below them might.
+    # These two never differentiate by themselves, but a trace below them might.
     while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """Stops the gradient at leaves that don't contribute to the derivative, e.g. frozen weights."""
+    """Stops the gradient at any leaves that don't contribute to the derivative, such as frozen weights."""
     live = [flag for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
-    """Puts `flat`, which calls `original`, in its place.
+    """Replaces `original` by `flat`, which calls it.
 
-    To JAX this is a transformation of `original`, so the two share their stores, which are reset after each
-    call by a level (or transform) further down.
+    As far as JAX is concerned, this is a transformation of `original`. In particular the two share the same
+    stores, which are reset after each call by a level (or transform) further down.
     """
     return _in_place_of(original.with_unknown_names(), flat)
 

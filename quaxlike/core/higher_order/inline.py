@@ -1,9 +1,10 @@
 """Primitives that are evaluated inline.
 
-These are composites, primitives created by `define_primitive` or by Equinox's `create_vprim`, and JAX's
-high-level primitives with their jvp rules. (Since JAX 0.12, `lax.custom_root` is one of these.) When inlining
-a primitive, we mustn't replace its derivative by that of its implementation, so `call_inline` keeps its jvp
-and transpose rules.
+These are composites, primitives created either by `define_primitive` or by Equinox's `create_vprim`, and
+high-level primitives in JAX that have a jvp rule. (As of JAX 0.12, `lax.custom_root` is one of these.)
+
+Importantly, inlining a primitive must not replace its derivative by that of its implementation. To ensure
+this, `call_inline` keeps its jvp and transpose rules.
 """
 
 import functools
@@ -32,7 +33,7 @@ from .tangents import cotangents_in, cotangents_out
 
 @builtin("composite", "eval_jaxpr")
 def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    # Drop the composite itself, since backends associate its name with particular operands, which aren't the
+    # Drop the composite itself. Backends associate its name with particular operands, and these aren't the
     # ones that we pass.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
@@ -44,7 +45,7 @@ def _call_hi_primitive(
 ) -> list[Any]:
     hi = params["_prim"]
     if any(map(is_value, operands)):
-        # The user's own rule comes first, even before custom derivatives.
+        # A rule written by the user comes first, even before custom derivatives.
         key = high_level.primitive_of(type(hi)), *value_types(operands)
         out = trace.try_rules(key, list(operands), {"prim": hi})
         if out is not NotImplemented:
@@ -64,8 +65,8 @@ def _call_hi_primitive(
         return compat.transpose_rule(primitive)(list(cts), *operands, **params)
 
     (*_, base, _) = type(hi).__mro__
-    # Don't pass on JAX's default, which just raises an error, since JAX might be able to transpose the
-    # implementation.
+    # By default the transpose in JAX just raises an error. Don't pass this on, because JAX might well be able
+    # to transpose the implementation.
     has_transpose = type(hi).transpose is not base.transpose
     rule = transpose if has_transpose else None
     return call_inline(trace, type(hi).__name__, implementation, jvp, rule, operands)
@@ -85,9 +86,9 @@ def call_inline(
 
     - `name`: the name of the primitive.
     - `jvp`: called with the operands and their tangents; returns the results and their tangents.
-    - `transpose`: called with the cotangents of the results and with the operands, which include an
-        `UndefinedPrimal` for each linear operand; returns the cotangents of the operands. Default: transposes
-        the implementation.
+    - `transpose`: called with the cotangents of the results, and with the operands, in which each linear
+        operand is an `UndefinedPrimal`; returns the cotangents of the operands. Default: transposes the
+        implementation.
     """
     call = jax.custom_jvp(implementation)
 
@@ -99,14 +100,15 @@ def call_inline(
 
     def run(operands: Sequence[Any]) -> list[Any]:
         with jexc.take_current_trace() as parent:
-            # This uses the tag of the running level, so that we dispatch on the Values of that level, rather
-            # than treating them as leaked.
+            # Use the tag of the running level. This ensures that we dispatch on the Values of that level,
+            # rather than treating them as leaked.
             inner = QuaxTrace(parent, trace.tag, trace.resolver)
             with jexc.set_current_trace(inner):
                 out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
             return [inner.unwrap(x) for x in out]
 
-    if transpose is None or compat.is_eval_trace(trace.parent_trace):  # nothing below differentiates
+    # If there is no transform below us then nothing will be transposed, so we can skip all of this.
+    if transpose is None or compat.is_eval_trace(trace.parent_trace):
         return run(operands)
     return _with_transpose(trace, name, run, transpose, operands)
 
@@ -126,15 +128,15 @@ def _with_transpose(
         nonlocal out, can_transpose
         results = run(unflatten(slots, leaves))
         moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
-        # Otherwise we couldn't recover the cotangent that the primitive's rule expects from those of the
-        # leaves.
+        # The rule for the primitive expects a cotangent for each Value, but we will only be given the
+        # cotangents of the leaves. Converting them back is only possible if this holds.
         can_transpose = all(map(is_a_space, moving))
         flat, out = flatten(results)
         return flat
 
     debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if not can_transpose:  # but JAX might be able to transpose the implementation
+    if not can_transpose:  # JAX might still be able to transpose the implementation
         return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -152,8 +154,8 @@ def _with_transpose(
         ]
         found = call_on_values(trace, lambda *flat: rule(*split(flat, len(out))), [*cts, *operands])
         found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
-        # Pulling back a cotangent requires the leaves of the primals. Any undefined ones are linear, so their
-        # values don't matter.
+        # We need the leaves of the primals in order to pull back a cotangent. If a primal is undefined then
+        # it's linear, so it doesn't matter which values we use.
         defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
         is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
         return [*constants, *cotangents_out(slots, itertools.compress(defined, is_value_leaf), found)]
@@ -163,7 +165,7 @@ def _with_transpose(
 
 
 def _zero(x: Any, like: Any) -> Any:
-    """Replaces any form of zero by the form expected in primitives' rules."""
+    """Replaces a zero, in whichever form it is given, by the form that the rules of primitives expect."""
     return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 
@@ -188,8 +190,8 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
     """Returns the implementation to map when Equinox batches one of its primitives.
 
-    We can't map `primitive.impl`, because Equinox might have set it to something that checks for closed-over
-    tracers. (As of Equinox 0.13 there is no public API for this.)
+    We can't map `primitive.impl` instead, because Equinox might have set this to a function that checks for
+    closed-over tracers. (As of Equinox 0.13 there is no public API for this.)
     """
     from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
 

@@ -1,12 +1,12 @@
 """Primitives that only move data, so that they can be applied to each leaf, and a few others.
 
 Some of these are Equinox's own primitives, which don't have public names. Debug callbacks receive the Value
-itself. (In contrast, `pure_callback` and `io_callback` require arrays, so for these a Value is materialised,
-subject to the policy, just like for any other primitive without a rule.) Pallas kernels and references only
-accept plain arrays.
+itself. (In contrast, `pure_callback` and `io_callback` require arrays. There, a Value is materialised subject
+to the policy, just like for any other primitive without a rule.) Pallas kernels and references only accept
+plain arrays.
 
-A rule should only be added here if it is correct for *every* type. Anything that depends on the meaning of
-the leaves must be left to the type's own rules.
+Please only add a rule here if it is correct for *every* type. Anything that depends on the meaning of the
+leaves must be left to the rules of the type.
 """
 
 import functools
@@ -46,7 +46,8 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
-    # An instance of this primitive depends on the type of the array, so we have to create one for each leaf.
+    # Each instance of this primitive is for a particular type of array, so we have to create one for each
+    # leaf.
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
@@ -54,12 +55,12 @@ def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands,
 
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Makes each leaf vary over those axes over which it doesn't already vary."""
+    """Makes each leaf vary over these axes, except for any axes over which it already varies."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
-        # The array varies over an axis if any of its leaves does, and it's an error to cast a leaf that
-        # already varies.
+        # The array varies over an axis if any of its leaves does. Other leaves might not vary over it, so we
+        # can't treat all leaves alike: casting a leaf that already varies would be an error.
         axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
         out.append(primitive.bind(leaf, **params | {"axes": axes}) if axes else leaf)
     return unflatten(slots, out)[0]
@@ -91,17 +92,18 @@ def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Opera
 
 @builtin("select_n")
 def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Selects between whole Values if the predicate is a scalar, and between elements otherwise."""
+    """Selects between whole Values if the predicate is a scalar, or between individual elements otherwise."""
     which, *cases = operands
-    # With one predicate per element we would have to mix parts of both Values. We can't do this on leaves, as
-    # their axes aren't those of the array.
+    # If there is one predicate per element then we would have to mix parts of both Values. This isn't
+    # possible on leaves, because their axes aren't those of the array.
     if is_value(which) or np.shape(which) != ():
         return by_default(trace, primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
-        # There is no type common to all cases. It's always correct to select between dense arrays.
+        # There is no type common to all cases. In this case select between dense arrays, which is always
+        # correct.
         slot = slots[0].dense()
     if slot.treedef is None:
         return by_default(trace, primitive, operands, params)
@@ -111,9 +113,11 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Writes a Value into a library's buffer, after lifting the buffer to the type of the Value."""
+    """Writes a Value into a library's buffer. If the buffer is a plain array then it is first lifted to the
+    type of the Value."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
-    # We only ever change the type of the buffer, since the program relies on that of the Value being written.
+    # We only ever change the type of the buffer. The program might rely on the type of the Value being
+    # written.
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
     buffer = widened(operands[0], updates)
@@ -124,28 +128,28 @@ def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("add_any", "add_jaxvals")
 def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Adds two cotangents. Linear Values with the same pattern are added leaf by leaf."""
+    """Adds two cotangents. Linear Values that have the same pattern are added leaf by leaf."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
 
         def add(p: Any, q: Any) -> Any:
-            # `same_pattern` has already checked that leaves without tangents are equal, so just return one of
-            # them, as adding them would change the pattern.
+            # Adding leaves without tangents would change the pattern. Since `same_pattern` has already
+            # checked that they are equal, just return one of them.
             return primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
 
         return jtu.tree_map(add, x, y)
-    # This is the primitive that JAX uses for adding tangents, but types only register rules for `add`.
+    # JAX has a separate primitive for adding tangents, but types only register rules for `add`, so use these.
     out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
     return by_default(trace, primitive, operands, params) if out is NotImplemented else out
 
 
 @builtin("convert_element_type")
 def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Converts a Value to the dtype it already has, as loops do if a carry starts with weak types."""
+    """Converts a Value to the dtype that it already has. Loops do this if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
-    # Changing the dtype is left to the type's rules, since the dtypes of the leaves might not be related to
-    # that of the array.
+    # If the dtype does change, then this is left to the rules of the type. (The dtypes of the leaves might
+    # have nothing to do with the dtype of the array.)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
         return by_default(trace, primitive, operands, params)
     return jtu.tree_map(
@@ -159,8 +163,10 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Skips indices that are a Value of an outer level, since they will be checked when that level uses
-    them."""
+    """Leaves indices unchanged if these are a Value of an outer level.
+
+    They will be checked when that level uses them.
+    """
     return operands[0]
 
 
@@ -170,13 +176,16 @@ builtin("select_if_vmap")(select)
 
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Writes a Value into a buffer in one of Equinox's loops, which is first lifted to its type."""
+    """Writes a Value into a buffer in one of Equinox's loops.
+
+    The buffer is first lifted to the type of the Value.
+    """
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)
     buffer = widened(without_placeholder(buffer), x)
     x = widened(x, buffer)
-    # Otherwise we would be matching up unrelated leaves.
+    # If they have different structures then we would be matching up unrelated leaves.
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):
         return by_default(trace, primitive, operands, params)
     into, (slot,) = flatten([buffer])
@@ -200,8 +209,8 @@ def _debug_callback(
 @builtin("debug_print")
 def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
     leaves, slots = flatten(operands)
-    # Use numbers in place of leaves, so that the resulting tree specifies where each leaf is printed in the
-    # message.
+    # Put a number in place of each leaf. The resulting tree then specifies where in the message each leaf is
+    # printed.
     inputs = unflatten(slots, range(len(leaves)))
     in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
     return primitive.bind(*leaves, **params | {"in_tree": in_tree})

@@ -1,11 +1,12 @@
 """Converts tangents and cotangents of Values between leaves, and the form that is used by users' functions.
 
-The tangent of a linear Value is a Value with the same class and pattern. This also holds for its cotangent,
-provided that each leaf consists of elements of the array. Any other Value is first made linear, by
-materialising its nonlinear parts, and we then use the tangent (or cotangent) of that conversion.
+The tangent of a linear Value is a Value with the same class and pattern. The same is true of its cotangent,
+provided that each leaf consists of elements of the array. Any other Value is first made linear, which means
+materialising its nonlinear parts, and we then use the tangent (or cotangent) of this conversion.
 
-Patterns (indices, codes, keys) must never be added or scaled. So a derivative whose pattern differs is either
-materialised or raises an error, as otherwise its elements would end up in the wrong positions.
+Importantly, a pattern (indices, codes, keys) must never be added or scaled. So if the pattern of a derivative
+differs then we either materialise it or raise an error. Without this, elements would silently end up in the
+wrong positions.
 """
 
 import functools
@@ -66,13 +67,13 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return tangents[0]
     if all(map(is_zero, tangents)):
         tangent = slot.aval.to_tangent_aval()
-        # The user requested symbolic zeros, so don't replace these by a Value full of zeros, which their rule
-        # couldn't recognise.
+        # The user requested symbolic zeros. If we were to replace these by a Value full of zeros, then their
+        # rule couldn't recognise it.
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
         if slot.avals or tangent.dtype == jax.dtypes.float0:
             return zeros(tangent)
-        # A constant, e.g. a `Zero`, doesn't have any leaves in which to store a tangent.
+        # A constant, e.g. a `Zero`, doesn't have any leaves that could store a tangent.
         return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
     if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
@@ -80,7 +81,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
-    # The user's rule is called with the converted Value, so we have to use the tangent of the conversion.
+    # The user's rule is called with the converted Value, so we need the tangent of the conversion.
     y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
@@ -119,7 +120,7 @@ def is_forwarded(
 
     Note that a branch might have widened the operand to the form of the result.
     """
-    # Compare by identity, since a tangent of another operand could have equal values.
+    # Compare by identity, because it's possible for a tangent of another operand to have equal values.
     if slot.treedef is None or id(tangent) not in forwarded:
         return False
     operand = forwarded[id(tangent)][0]
@@ -133,7 +134,7 @@ def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
     """Returns whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
-    # Symbolic zeros are valid tangents for any Value.
+    # Symbolic zeros are valid tangents, no matter what kind of Value this is.
     return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
 
 
@@ -195,7 +196,7 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """Returns the cotangents of the leaves, given a cotangent of a different form than the Value."""
+    """Returns the cotangents of the leaves, given a cotangent whose form differs from that of the Value."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
 
     def alike(x: Value) -> Any:
@@ -204,7 +205,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
     fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
-    # Only in this case are the leaves of `ct` the cotangents of the leaves of `y`.
+    # Only under these conditions are the leaves of `ct` the cotangents of the leaves of `y`.
     if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
         leaves = (
             x if has_tangent(jax.typeof(x)) else zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
@@ -219,14 +220,16 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 def _has_leaf_of_its_shape(ct: Any) -> bool:
     """Returns whether materialising `ct` preserves everything that matters for a cotangent.
 
-    For example, it might be an array with names or a unit, neither of which matter here.
+    For example, this is the case for an array with names or a unit, as neither of these matters here.
     """
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
 def _dense_cotangent(ct: Any) -> Any:
-    """Converts a cotangent to an array. If this is a Value that can't be materialised, then we use its only
-    leaf."""
+    """Converts a cotangent to an array.
+
+    If it's a Value that can't be materialised, then we use its only leaf instead.
+    """
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
     return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
@@ -235,11 +238,12 @@ def _dense_cotangent(ct: Any) -> Any:
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
     """Returns the cotangents of the leaves of a Value that can't be materialised.
 
-    These are the leaves of the cotangent if it has the same class, even if its static fields differ (e.g. a
-    product has another unit), or a dense cotangent. Returns None if neither of these match.
+    If the cotangent has the same class then these are its leaves, even if its static fields differ. (For
+    example, a product has another unit.) Otherwise we try the dense cotangent. Returns None if neither of
+    these fits the leaves of the Value.
     """
-    # If the type can be materialised, then we pull back through `materialise` instead, which is always
-    # correct.
+    # If the type can be materialised then we don't need any of this. We pull back through `materialise`
+    # instead, which is always correct.
     if not refuses(slot.like):
         return None
     x = slot.unflatten(primals)
@@ -253,7 +257,7 @@ def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            # If this is a linear Value then materialising it gives the dense cotangent.
+            # Materialising a linear Value returns its dense cotangent.
             out.append(_dense_cotangent(ct))
             continue
         primals = [next(kept) for _ in slot.avals]

@@ -1,8 +1,8 @@
 """The equation for making a Value from its leaves, bound by `trace.stage` inside a transform.
 
-When a level evaluates this equation, the result is the Value. For the transform, we provide a derivative and
-a batching rule, which must be equivalent to those of `materialise`, as the Value *is* an array to the
-transform.
+When a level evaluates this equation, the result is the Value. Any transform in between, however, only sees an
+array, so for these we provide a derivative and a batching rule, both of which must be equivalent to those of
+`materialise`.
 """
 
 import functools
@@ -33,7 +33,8 @@ _HINT = (
 
 @builtin("quaxlike_value")
 def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    # If the level doesn't dispatch on this type of Value, then it binds the equation again.
+    # If this level doesn't dispatch on the Value, then bind the equation again, and leave it to an outer
+    # level.
     value = jtu.tree_unflatten(params["treedef"], operands)
     return value if trace.dispatches_on(value) else stage(value)
 
@@ -45,8 +46,8 @@ def _aval(*avals: Any, treedef: Any) -> Any:
 
 @value_p.def_impl
 def _undispatched(*leaves: Any, treedef: Any) -> Any:
-    """Raises an error, since no level dispatched on the Value. (E.g. because a function was traced inside of
-    `quaxify`, but called outside of it.)"""
+    """Raises an error, as no level dispatched on the Value. For example, this happens if a function was
+    traced inside of `quaxify`, but is called outside of it."""
     raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
 
 
@@ -54,9 +55,10 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """Returns a Value as the tangent, whose nonlinear parts (e.g. NF4 inside a quantity) are materialised.
+    """Returns a Value as the tangent. If it has any nonlinear parts (e.g. NF4 inside a quantity) then these
+    are materialised.
 
-    If the type itself isn't linear, then the tangent is an array.
+    If the type itself isn't linear, then the tangent is an array instead.
     """
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
@@ -88,14 +90,14 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     undefined = [ad.is_undefined_primal(x) for x in leaves]
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
-    # Preserve symbolic zeros, to avoid computing with actual ones.
+    # Don't instantiate symbolic zeros. This way we avoid computing with them.
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
 
     value: Value = jtu.tree_unflatten(treedef, leaves)
     for part in (value, *held(value)):
-        # The cotangents of the leaves are plain numbers, so types such as quantities specify how to convert
-        # to these.
+        # Cotangents of the leaves are plain arrays, whereas `ct` might be e.g. a quantity. The type specifies
+        # how to convert between the two.
         if (factor := part.cotangent_factor(ct.dtype)) is not None:
             ct = jnp.multiply(ct, stage(factor))
 
@@ -109,14 +111,14 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
 
 
 def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> tuple[Any, int]:
-    """Stacks Values into a Value, if stacked leaves make one."""
+    """Stacks Values into a single Value, if this is what stacking their leaves results in."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     leaves = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    # Stacking the leaves doesn't necessarily give the stack of the arrays, e.g. if a static field lists the
-    # axes.
+    # Stacking the leaves doesn't necessarily result in the stack of the arrays. For example, there might be a
+    # static field that lists the axes.
     one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0

@@ -1,6 +1,7 @@
 """Lists the rules for a type, and finds ambiguous pairs of rules.
 
-We find ambiguities by calling the same functions as for dispatch, so that the two always agree.
+Importantly, ambiguities are found by calling the same functions that are also used by dispatch, so that the
+two always agree.
 """
 
 import dataclasses
@@ -46,15 +47,15 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
     """Returns whether a rule is specific to this type.
 
-    Parameters for arbitrary Values don't count, unless this applies to all parameters.
+    Parameters that accept arbitrary Values don't count as specific, unless this is true of all parameters.
     """
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
         hints.append(rule.signature.varargs)
     flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
     named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
-    # Nearly every rule accepts arbitrary Values somewhere. If these were listed, they would hide the type's
-    # own rules.
+    # Nearly every rule accepts arbitrary Values for some parameter. If we were to list all of these, then it
+    # would be hard to find the type's own rules among them.
     return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
 
 
@@ -124,10 +125,10 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
-    """Checks that there are no pairs of rules which match the same operands, with neither being the better
-    match.
+    """Checks for pairs of rules that match the same operands, with neither of them being the better match.
 
-    Use this in the tests of any package that registers rules, to find ambiguities before your users do.
+    Use this in the tests of any package that registers rules. This way you'll find any ambiguities before
+    your users do.
 
     **Arguments:**
 
@@ -169,7 +170,7 @@ def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
-    """Returns whether some operands match both rules, without either being preferred."""
+    """Returns whether some operands match both rules, without either of the two being preferred."""
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -188,17 +189,18 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         slots.append(both)
     if more_specific(a, b) or more_specific(b, a):
         return False
-    # Each operand might have several possible types. A single combination without a better rule is
-    # sufficient.
+    # Each operand might have several possible types. For a clash it's enough to find a single combination for
+    # which there isn't a better rule.
     for operands in itertools.product(*slots):
-        # If all operands are plain arrays then there's no dispatch.
+        # If all operands are plain arrays then dispatch isn't involved at all.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)
-        # A third rule might be a better match than either of them, in which case there's no ambiguity.
+        # There might be a third rule that is a better match than both of them, in which case there's no
+        # ambiguity.
         others = [r for r in registered if signature <= r.signature and not r.depends_on_shapes]
         order = in_order(a.primitive, signature, list({*others, a, b}))
-        first = order[0]  # the others are only tried if a better match declines
+        first = order[0]  # dispatch only tries the others if a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
             return True
     return False
@@ -213,8 +215,8 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """Returns the class itself if it's concrete, or otherwise its concrete subclasses. Ignores the common
-    base classes.
+    """Returns the class itself if it's concrete, or its concrete subclasses otherwise. The common base
+    classes are ignored, as nearly everything is a subclass of these.
     """
     if not inspect.isabstract(cls):
         yield cls

@@ -1,8 +1,8 @@
 """The bytes exchanged by devices in a compiled program, read from its text.
 
-XLA inserts collectives during compilation. JAX doesn't have an API for inspecting these, so we parse the HLO
-text. Note that we skip any line that we don't recognise, so an unknown collective would be missing from the
-report.
+XLA inserts collectives during compilation. JAX doesn't have an API for inspecting these, so we have no choice
+but to parse the HLO text. Note that we skip any line that we don't recognise, so if XLA adds a new kind of
+collective then it will be missing from the report.
 """
 
 import dataclasses
@@ -23,13 +23,14 @@ class Exchange:
     shape: tuple[int, ...]
     """The shape of each device's result."""
     count: int
-    """How often this occurs in the program; once for the body of a loop."""
+    """How often this occurs in the program. (The body of a loop only counts once.)"""
     bytes: int
-    """The bytes of each device's results, over all `count` occurrences."""
+    """The total size of each device's results in bytes, over all `count` occurrences."""
     packed: bool
-    """Whether this gathers a weight's codes, or arrays stored with them.
+    """Whether this gathers a weight's codes, or arrays stored alongside them.
 
-    We recognise these by dtype and size: they must match an integer array in a Value.
+    HLO doesn't tell us what an array is for, so we go by dtype and size: these must match an integer array in
+    a Value.
     """
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
         if not (found := _COLLECTIVE.search(line)):
             continue
         arrays = _ARRAY.findall(found[1])
-        if found[3] and found[2] != "all-reduce":  # operands, then results
+        if found[3] and found[2] != "all-reduce":  # the first half are operands
             arrays = arrays[len(arrays) // 2 :]
         for dtype, sizes in arrays:
             key = found[2], dtype, tuple(int(n) for n in sizes.split(",") if n)

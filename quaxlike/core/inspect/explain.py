@@ -1,7 +1,7 @@
 """`explain`: reports how a quaxified function treats Values, without running it.
 
-The report must match what happens in an actual call. So we don't simulate anything, but instead trace the
-function through the same dispatch, with a recorder attached.
+It's important that the report matches what happens in an actual call. So we don't try to simulate anything,
+but instead trace the function through the very same dispatch, with a recorder attached.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .recorder import Event, Outcome, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All events in which some primitive was called with operands of the same types, at the same line."""
+    """All events in which some primitive was called at some line, with operands of the same types."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -44,20 +44,20 @@ class Row:
     source: str
     """The line of the user's own code."""
     through: str
-    """The library's line where this happened, if the user's line called a library."""
+    """The line in a library where this happened, provided that the user's line called a library."""
     where: tuple[str, ...]
-    """The nested jit, scan, cond, ... and the rules around this, outermost first."""
+    """What this happened inside of, outermost first: any nested jit, scan, cond and so on, and any rules."""
     count: int
-    """How often this occurs in the traced program; once for the body of a loop."""
+    """How often this occurs in the traced program. (The body of a loop only counts once.)"""
     bytes: int
-    """How many bytes are materialised, over all `count` occurrences."""
+    """How many bytes are materialised in total, over all `count` occurrences."""
     notes: tuple[str, ...]
     hint: str
-    """For a materialisation: the rule the type's author can write."""
+    """For a materialisation: the rule that the author of the type could write."""
 
 
 class Report:
-    """The result of [`quaxlike.explain`][]. Prints as a table, in notebooks too."""
+    """The result of [`quaxlike.explain`][]. This prints as a table, including in notebooks."""
 
     def __init__(
         self, rows: Sequence[Row], devices: int = 1, exchange: Callable[[], tuple[Exchange, ...]] = tuple
@@ -70,8 +70,8 @@ class Report:
     def exchanged(self) -> tuple[Exchange, ...]:
         """What the devices exchange, largest first: one [`Exchange`][quaxlike.Exchange] per kind of array.
 
-        This is only useful if the arguments are on a mesh. Communication is decided by the compiler, so
-        accessing this compiles the program for these devices.
+        This is only useful if the arguments are on a mesh. Note that communication is decided by the
+        compiler, so accessing this attribute has to compile the program for these devices.
         """
         return self._exchange()
 
@@ -92,14 +92,14 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The number of events of each kind, and the first materialisation with the rule that would prevent
-        it."""
+        """The number of events of each kind, and the first materialisation, along with the rule that would
+        prevent it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
         if self._devices == 1:
             return []
-        # Don't compile just because the report is printed, since this might take minutes.
+        # Compiling might take minutes, so don't do so just because somebody is printing the report.
         if "exchanged" not in self.__dict__:
             return [f"What its {self._devices} devices exchange is in `exchanged`, which compiles it."]
         packed = [e for e in self.exchanged if e.packed]
@@ -122,7 +122,7 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        # `rich` is an optional dependency.
+        # `rich` is an optional dependency, so fall back to plain text if it isn't installed.
         if importlib.util.find_spec("rich") is None:
             notes = _numbered(self.rows)
             return "\n".join([page.plain_table(_table(self.rows, notes)), *_listed(notes), "", self.summary])
@@ -144,7 +144,7 @@ class Report:
         notes = _numbered(self.rows)
         columns, *lines = _table(self.rows, notes)
         widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
-        # Don't wrap each cell separately, as this would break up file names.
+        # Don't wrap each cell separately, because this would break up file names.
         if sum(widths) >= options.max_width:
             columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()
@@ -175,10 +175,10 @@ def explain(
 ) -> Callable[..., Report]:
     """Reports what `quaxify(fn)` does with its Values: which rules it uses, and where it materialises.
 
-    This traces `fn` with shapes instead of arrays, so nothing is actually computed. In particular, arguments
-    (and fields of Values) can be `jax.ShapeDtypeStruct`s, so that you can use this on arbitrarily large
-    models. A type whose `materialise` raises an error doesn't stop this, and neither does
-    `on_materialise("error")`; these are reported as rows like any others.
+    This traces `fn` with shapes instead of arrays, so that nothing is actually computed. In particular,
+    arguments (and fields of Values) can be `jax.ShapeDtypeStruct`s, which means that you can use this on
+    arbitrarily large models. Neither a type whose `materialise` raises an error nor `on_materialise("error")`
+    will stop the report; these are listed as rows like any others.
 
     **Arguments:**
 
@@ -290,7 +290,7 @@ def _row(key: tuple[Any, ...], group: Sequence[Event]) -> Row:
 
 # As a table ---------------------------------------------------------------------------------------
 
-#: The width of a table outside a terminal.
+#: The width of a table if it isn't printed to a terminal.
 _WIDTH = 160
 _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
 
@@ -300,8 +300,8 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
     **Arguments:**
 
-    - `numbers`: the number of each note. Cells contain these instead of the notes, which are shown below the
-        table.
+    - `numbers`: the number of each note. If given, then cells contain these instead of the notes themselves,
+        which are shown below the table.
     """
     lines = [_cells(row, numbers) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
@@ -330,7 +330,7 @@ def _notes_of(row: Row) -> list[str]:
 
 
 def _numbered(rows: Sequence[Row]) -> dict[str, int]:
-    """Assigns a number to each distinct note."""
+    """Assigns a number to each distinct note. Identical notes share a number."""
     return {note: i for i, note in enumerate(dict.fromkeys(n for row in rows for n in _notes_of(row)), 1)}
 
 

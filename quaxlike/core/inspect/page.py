@@ -1,7 +1,7 @@
 """Reports as tables: plain text, or self-contained HTML pages.
 
-Everything that comes from the user's program is escaped, since file names and messages can contain arbitrary
-text.
+Note that file names and messages can contain arbitrary text. For this reason, everything that comes from the
+user's program is escaped.
 """
 
 import html
@@ -74,7 +74,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
 
 def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
-    # Cells only show shortened paths, so show the full ones on hover.
+    # Cells only have space for shortened paths. To make up for this, show the full paths on hover.
     titles = {"outcome": row.rule or row.hint, "line": row.source, "notes": row.through}
     cells = []
     for column, cell in zip(columns, line, strict=True):
@@ -87,7 +87,7 @@ def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
 def write(
     path: str | pathlib.Path, rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str
 ) -> None:
-    """Writes the page. The file appears only once it is complete."""
+    """Writes the page. This is atomic, in that the file only appears once it is complete."""
     page = _PAGE.format(title="quaxlike: what was dispatched", fragment=fragment(rows, table, summary))
     with replacing(path) as file:
         file.write(page.encode())

@@ -1,8 +1,8 @@
-"""The recorder behind `explain`: one event for each primitive that meets a Value.
+"""The recorder behind `explain`, which creates one event for each primitive that is called with a Value.
 
-The body of a loop may be traced several times, until its carry no longer changes, but only the last trace is
-part of the program. For this reason we store events by the jaxpr in which they occur, so that a later trace
-replaces them.
+The body of a loop might be traced several times, until its carry no longer changes. However, only the last of
+these traces is part of the program. For this reason we store events by the jaxpr in which they occur, so that
+each trace replaces the previous one.
 """
 
 import contextlib
@@ -23,20 +23,21 @@ class Event:
     primitive: str
     operands: tuple[str, ...]
     source: str  # the line of the user's own code
-    through: str  # the line in a library, if the user's code called one
+    through: str  # if the user's code called a library: the line in the library
     outcome: Outcome = "built-in"
     rule: Rule | None = None
     results: tuple[str, ...] = ()
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # Events that occurred inside, either directly or in a jaxpr of the primitive. The latter are stored by
-    # jaxpr, so that if it's traced several times (like the body of a loop), then only the last trace is kept.
+    # Events that occurred inside of this one, either directly or in a jaxpr of the primitive. The latter are
+    # stored by jaxpr. If it is traced several times (like the body of a loop), then only the last trace is
+    # kept.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_inlined_jit(self) -> bool:
-        """Whether this is an inlined jit, which its equations replace."""
+        """Whether this is a jit that was inlined. If so then its equations are shown in its place."""
         return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
 
     def events_inside(self, key: Any, what: str) -> list["Event"]:
@@ -44,7 +45,7 @@ class Event:
 
 
 class Recorder:
-    """Collects one run's events as a tree."""
+    """Collects the events of a single run as a tree."""
 
     def __init__(self) -> None:
         self.root = self._open = Event("", (), "", "")
@@ -54,7 +55,8 @@ class Recorder:
     def follow(
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Calls `handler`, and records the event, unless this returns `NotImplemented`."""
+        """Calls `handler` and records the event, unless the handler declines by returning
+        `NotImplemented`."""
         if isinstance(handler, RulesByOperands):
             outs = (
                 self.follow(each, primitive, operands, params)
@@ -78,7 +80,10 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """Calls `tracing` only once for each key, but records its events every time."""
+        """Calls `tracing` only once for each key, but records its events every time.
+
+        This is used for cached jaxprs.
+        """
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
@@ -95,10 +100,11 @@ class Recorder:
     ) -> None:
         """Records that operands were materialised.
 
-        If this was done for the current primitive, then it becomes part of that primitive's event.
+        If this was done for the current primitive then it becomes part of the event for that primitive.
+        Otherwise it's an event of its own.
         """
         event = self._open
-        # Use `startswith` because this might be e.g. "shard_map (out_specs)".
+        # This has to be `startswith`, because the name might be e.g. "shard_map (out_specs)".
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)
@@ -123,8 +129,8 @@ class Recorder:
             self._events = before
 
     def unseen(self) -> "Recorder":
-        """A recorder for anything that is traced without being part of the program, so that it isn't
-        shown."""
+        """A separate recorder for anything that is only traced to find something out. It isn't part of the
+        program, so it shouldn't be shown."""
         return Recorder()
 
     def note(self, text: str) -> None:
@@ -136,7 +142,7 @@ class Recorder:
         return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
 
     def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
-        """Lists every event in program order, together with the path of what it occurred inside."""
+        """Lists every event in program order, along with a path that describes where it occurred."""
         return _walk((), self.root)
 
 

@@ -1,1 +1,1 @@
-"""Jaxprs on Values: how operands are laid out as leaves; running, rewriting and caching a jaxpr."""
+"""Jaxprs on Values: how operands are laid out as leaves, and how we run, rewrite and cache a jaxpr."""

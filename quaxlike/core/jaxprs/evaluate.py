@@ -1,9 +1,9 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
-A cached program must have been traced with exactly the same settings. So keys contain the jaxpr object itself
-(weakly), the slots, the rules, the policy, and JAX's trace context. If any of these were missing, then we
-might use rules or shapes that don't apply any more. In addition, we never store a program that closes over a
-tracer, as it would outlive its trace.
+We may only reuse a cached program if it was traced with exactly the same settings. So the key consists of the
+jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. If any of these
+were missing, then we might end up using rules or shapes that don't apply any more. In addition, we never
+store a program that closes over a tracer, because it would outlive the trace to which the tracer belongs.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from .unify import convert_to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """An equation, whose variables are represented by their indices into a list."""
+    """An equation. Its variables are represented by indices into a list, which is faster than a dict."""
 
     eqn: Any
     primitive: jexc.Primitive
     params: dict[str, Any]
     inputs: list[int]
     outputs: list[int]
-    dead: list[int]  # variables that aren't used by any later equation
+    dead: list[int]  # variables that no later equation uses
     named: bool  # whether it has its own name stack
     in_context: bool  # whether it was traced with settings that matter even when running eagerly
     takes_functions: bool  # whether functions are passed to `bind`, e.g. for custom derivatives
@@ -45,11 +45,11 @@ class _Step:
 
 
 class _JaxprPlan:
-    """A preprocessed jaxpr, which can be run without any dict lookups."""
+    """A preprocessed jaxpr. Running this doesn't require any dict lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
-        self.start: list[Any] = []  # the initial values of variables: literals, or otherwise None
+        self.start: list[Any] = []  # the initial values of all variables, i.e. None unless it's a literal
         places: dict[Any, int] = {}
 
         def place(atom: Any) -> int:
@@ -68,9 +68,9 @@ class _JaxprPlan:
         self.outvars = list(map(place, opened.outvars))
         self.steps: list[_Step] = []
         alive = set(self.outvars)
-        # We go backwards, so that `alive` contains the variables used by later equations. Variables are
-        # dropped after their last use, since keeping all intermediate arrays alive would mean that eager
-        # programs require more memory than in JAX.
+        # Go backwards, so that `alive` contains the variables that are used by later equations. We drop each
+        # variable after its last use. If we were to keep all intermediate arrays alive instead, then eager
+        # programs would require more memory than they do in JAX.
         for eqn, inputs, outputs in reversed(placed):
             dead = {*inputs, *outputs} - alive
             alive |= set(inputs)
@@ -79,8 +79,8 @@ class _JaxprPlan:
             flags = (named, compat.has_context(eqn), takes_functions, makes_values(eqn.primitive, eqn.params))
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Fast path: most jax.numpy functions consist of a single equation, whose operands are those of the
-        # function.
+        # Fast path: most jax.numpy functions just consist of a single equation, which has the same operands
+        # as the function.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
@@ -93,29 +93,30 @@ def evaluate(
 ) -> list[Any]:
     """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
 
-    Without a `trace`, only plain arrays are supported. Staged equations have the source lines of the
-    equations in the jaxpr, or those of the caller if `inlined`.
+    If `trace` is None, then only plain arrays are supported. If equations are staged then they have the same
+    source lines as in the jaxpr or, if `inlined`, those of the caller.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
     eager = compat.is_eval_trace(parent)
     level = trace
-    # Some transform has been entered since this level started, e.g. because the jaxpr is being run inside of
-    # `grad`. Rules must run under this transform, so we use a second trace at the same level.
+    # Some transform was entered after this level started. For example, the jaxpr might be running inside of
+    # `grad`. In this case rules must run under the transform, so we need a second trace at the same level.
     if trace is not None and parent is not trace.parent_trace:
         level = QuaxTrace(parent, trace.tag, trace.resolver)
     if plan.only is not None and (eager or (inlined and not plan.only.named)):
         return list(_run(level, plan.only, operands))
     env = plan.start.copy()
-    # If the function was traced while this level was running, then constants might be tracers of this level.
+    # If the function was traced while this level was running, then some constants might be tracers of this
+    # level.
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
         env[i] = x if level is None else level.unwrap(x)
     for i, x in zip(plan.invars, operands, strict=True):
         env[i] = x
     for step in plan.steps:
         inputs = [env[i] for i in step.inputs]
-        # Source lines and contexts only matter for staged equations. Entering them takes longer than running
-        # a small primitive.
+        # Source lines and contexts only matter for equations that are staged. Otherwise we don't enter them,
+        # because this takes longer than running a small primitive.
         if (eager or (inlined and not step.named)) and not step.in_context:
             results = _run(level, step, inputs)
         else:
@@ -134,8 +135,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
         out = primitive.bind(*inputs, **params)
         return list(out) if primitive.multiple_results else [out]
-    # JAX calls a `process_*` method of the current trace for these, so bind them under our level instead of
-    # dispatching them here.
+    # For these, JAX calls a `process_*` method of the current trace. So rather than dispatching them here, we
+    # bind them under our level.
     if step.takes_functions:
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)
@@ -152,8 +153,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
     """Calls a function provided by the user with Values, under a new trace at the same level."""
-    # This might be called after the quaxified function has returned, e.g. for a backward pass. Any `quaxify`
-    # inside it must still inherit the rules.
+    # This might be called after the quaxified function has returned. For example, this is the case for
+    # backward passes. Any `quaxify` inside it must still inherit the rules.
     with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         running.levels.append(inner)
@@ -172,10 +173,10 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of the operands."""
+    """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of all operands."""
 
     jaxpr: compat.ClosedJaxpr  # this might close over concrete constants
-    consts: tuple[Any, ...]  # the first inputs, which are being traced by an outer transform
+    consts: tuple[Any, ...]  # the first inputs, which some outer transform is tracing
     out: tuple[LeafLayout, ...]
 
 
@@ -193,12 +194,13 @@ def subjaxpr(
     what: str = "",
     closed: bool = True,
 ) -> Flat:
-    """Quaxifies `jaxpr` for operands in `slots`. This is memoised for the lifetime of `jaxpr`.
+    """Quaxifies `jaxpr` for operands in `slots`. The result is memoised for as long as `jaxpr` is alive.
 
     **Arguments:**
 
     - `trace`: the level that provides the rules.
-    - `targets`: the slot to which each result should be converted; None leaves a result unchanged.
+    - `targets`: the slot to which each result should be converted. If this is None then that result is left
+        unchanged.
     - `order`: the position of each leaf of the operands in the flat inputs. Default: in order.
     - `what`: the name of the caller, for use in messages.
     - `closed`: whether concrete constants are allowed to remain inside the jaxpr. If not, then they become
@@ -218,13 +220,13 @@ def subjaxpr(
         tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
         return recorder.trace(jaxpr, what, key, tracing)
     with _memo_lock:
-        # We only need the lock for inserting. If two threads trace the same program then both results are
-        # equal.
+        # We only need the lock for inserting. It's fine if two threads happen to trace the same program, as
+        # the results are equal.
         known = memo.setdefault(jaxpr, {})
     flat = known.get(key)
     if flat is None:
         flat = _trace(trace, jaxpr, slots, targets, order, what, closed)
-        # A program that closes over tracers is only valid during this call.
+        # A program that closes over tracers is only valid during this call, so don't store it.
         if not any(isinstance(c, jax.core.Tracer) for c in (*flat.consts, *jaxpr.consts)):
             known[key] = flat
     return flat
@@ -267,7 +269,8 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Modifies several jaxprs with the same operands, such that each of them accepts the constants of all."""
+    """Modifies several jaxprs with the same operands, so that each of them accepts the constants of all of
+    them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
         return list(flats), ()
@@ -288,25 +291,27 @@ def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, .
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _RAISES_IF_DENSE = on_materialise("error")
-_MOST_STRUCTURES = 1024  # the maximal number of structures of operands to cache for each rule
+_MOST_STRUCTURES = 1024  # the maximal number of different structures of operands that we cache for each rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:
     """Decorates a rule, so that it's only traced once for operands of the same structure.
 
-    The layers of a model tend to repeat the same product, so we cache the rule's computation as a jaxpr,
-    keyed by the structures and avals of the operands. If an outer transform is tracing then the equations of
-    this jaxpr are bound again, whereas eagerly it runs as a single compiled function. The primitive must have
-    a single result. Only use this for rules that are pure and expensive, as the lookup costs more than a
-    cheap rule.
+    The layers of a model tend to repeat the same product, over and over again. So we cache what the rule
+    computes as a jaxpr, for which the key consists of the structures and avals of the operands. If an outer
+    transform is tracing then we bind the equations of this jaxpr again, whereas eagerly it runs as a single
+    compiled function.
+
+    The primitive must have a single result. Note that you should only use this for rules that are pure and
+    expensive, because a lookup costs more than just calling a cheap rule.
     """
     known: dict[Any, _TracedRule | None] = {}
     lock = threading.Lock()
 
     @functools.wraps(rule)
     def on_operands(*args: Any, **params: Any) -> Any:
-        # A recorder has to see each primitive used by the rule. Also, if the user disabled jit then we
-        # mustn't compile anything.
+        # If there is a recorder then it has to see each primitive used by the rule. Also, if the user has
+        # disabled jit then we mustn't compile anything.
         if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
@@ -319,8 +324,8 @@ def cached_trace(rule: _Fn) -> _Fn:
         except KeyError:
             traced = _trace_rule(rule, args[:n], slots, params)
             with lock:
-                # Clear the cache, rather than keeping track of which entries were used last, since this only
-                # happens to programs whose shapes keep changing.
+                # Just clear the whole cache. This only happens to programs whose shapes keep changing, so it
+                # isn't worth keeping track of which entries were used last.
                 if len(known) >= _MOST_STRUCTURES:
                     known.clear()
                 known[key] = traced
@@ -335,7 +340,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 
 @dataclasses.dataclass(frozen=True)
 class _TracedRule:
-    """A rule's computation on leaves, and the slot of its result."""
+    """What a rule computes on leaves, along with the slot of its result."""
 
     jaxpr: compat.ClosedJaxpr
     out: tuple[LeafLayout, ...]
@@ -351,7 +356,7 @@ def _trace_rule(
     slots: tuple[LeafLayout, ...],
     params: dict[str, Any],
 ) -> _TracedRule | None:
-    """Traces a rule. Returns None if it has to be called every time."""
+    """Traces a rule. Returns None if the rule can't be cached, and so has to be called every time."""
     out: tuple[LeafLayout, ...] = ()
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -364,8 +369,9 @@ def _trace_rule(
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
     # Materialisations must be reported where they happen, so we only cache rules that don't materialise
-    # anything. Such a trace is valid for any policy, so we don't need to change the keys of JAX's caches when
-    # setting the mode, which would take longer than tracing a small rule.
+    # anything. A nice consequence is that such a trace is valid for any policy. This means that we don't need
+    # to change the keys of JAX's caches when setting the mode, which would take longer than tracing a small
+    # rule.
     token = entered.set((*entered.get(), _RAISES_IF_DENSE))
     try:
         jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)

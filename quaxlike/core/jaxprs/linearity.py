@@ -1,9 +1,9 @@
 """Linearity of Values in their leaves, and corresponding leaves of two Values.
 
-Integer, boolean and key leaves don't have tangents. We call these the *pattern* of a Value; an example is the
-indices of the elements that are stored. Patterns must never be added or differentiated. In particular, two
-Values can only be added leaf by leaf, or have leaves that are derivatives of each other's, if they have the
-same pattern.
+Integer, boolean and key leaves don't have tangents. Together they make up what we call the *pattern* of a
+Value; a typical example is the indices of the stored elements. Patterns must never be added or
+differentiated. In particular, two Values can only be added leaf by leaf if they have the same pattern. The
+same is true if the leaves of one are to be used as derivatives for the leaves of the other.
 """
 
 import dataclasses
@@ -29,21 +29,22 @@ _R = TypeVar("_R")
 def is_linear(value: Any) -> bool:
     """Returns whether a Value is linear in its leaves.
 
-    This is the case if its type, and the type of every Value inside it, declare themselves to be linear. We
-    also assume it for some types that can't be materialised.
+    This is the case if its own type, as well as the type of every Value inside it, is declared to be linear.
+    We also assume it for some types that can't be materialised.
     """
-    # E.g. types with units or names are linear themselves, but might contain a type that isn't.
+    # For example, a type with units or names is linear by itself, but it might contain a type that isn't.
     return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
 
 
 def _is_its_leaves(value: Value) -> bool:
     """Returns whether a Value can only be differentiated with respect to its leaves.
 
-    This is the case if it can't be materialised, and its type doesn't specify whether it's linear. (For
-    example, types written for quax never do.)
+    This is the case if it can't be materialised and its type doesn't specify whether it's linear. (For
+    example, this applies to all types written for quax, as there is no such attribute in quax.)
     """
     cls = type(value)
-    # `cls.linear` alone isn't enough to tell whether a type sets it to False, or doesn't set it at all.
+    # By itself `cls.linear` isn't enough, as we need to tell a type that sets it to False from one that
+    # doesn't set it.
     says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
     if says or not refuses(value):
         return False
@@ -63,15 +64,15 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Memoises `fn`, except for unhashable arguments, such as unhashable statics."""
+    """Memoises `fn`, except if any of its arguments is unhashable (e.g. because of an unhashable static)."""
     cached = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return cached(*args, **kwargs)
-        # Either the key is unhashable, or `fn` itself raised an error. In both cases it's correct to call it
-        # again.
+        # Either the key is unhashable, or `fn` itself raised this error. We can't easily tell which, but in
+        # both cases it's correct to call it again.
         except TypeError:
             return fn(*args, **kwargs)
 
@@ -93,34 +94,36 @@ def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
 
 
 def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
-    """Materialises any nonlinear parts, or the whole value if its own type isn't linear."""
+    """Materialises any nonlinear parts, or the whole Value if its own type isn't linear."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
-    # If the type itself isn't linear, then it doesn't help to materialise its parts.
+    # If the type itself isn't linear then materialising its parts wouldn't help.
     return value if is_linear(value) else to_dense(value)
 
 
 def has_tangent(aval: Any) -> bool:
-    """Returns whether a leaf has tangents. (If not then it is part of the pattern.)"""
+    """Returns whether a leaf has tangents. (If it doesn't then it's part of the pattern.)"""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Returns whether there is a pattern, i.e. any leaf without tangents."""
+    """Returns whether a Value has a pattern, i.e. whether any of its leaves doesn't have tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
     """Returns whether two Values differ at most in the contents of their differentiable leaves.
 
-    That is, they have the same static fields and shapes, and their patterns are known to be equal.
+    That is to say, they have the same static fields and shapes, and we know for certain that their patterns
+    are equal.
     """
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return of_x == of_y and have_leaves_alike(p, q)
 
 
 def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:
-    """Returns whether the leaves have the same shapes, and their patterns are known to be equal."""
+    """Returns whether the leaves have the same shapes, and we know for certain that their patterns are
+    equal."""
     return len(p) == len(q) and all(map(_belong_together, p, q))
 
 
@@ -132,7 +135,7 @@ def _belong_together(p: Any, q: Any) -> bool:
 def _known_equal(p: Any, q: Any) -> bool:
     if p is q:
         return True
-    # If we don't know then we must return False, as adding leaves with different indices would silently add
+    # If we can't tell then we must return False. Adding leaves whose indices differ would silently add
     # elements in different positions.
     unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
     if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
@@ -143,7 +146,7 @@ def _known_equal(p: Any, q: Any) -> bool:
 def as_cotangent(value: Any) -> Any:
     """Converts a cotangent to what the backward function of a custom_vjp receives.
 
-    This applies `Value.cotangent` to it, and to every Value inside it.
+    This calls `Value.cotangent` on the Value itself, and on every Value inside it.
     """
 
     def as_part(x: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Reduces the residuals of a scan, stored for its gradient.
+"""Reduces the residuals of a scan, i.e. what is stored for computing its gradient.
 
-For each iteration, JAX stores everything that is required by the derivative of the body, even if it is just
-one of the inputs, or has been computed twice. In particular, this would store another copy of the frozen
-weights of each layer. So we turn inputs that are only passed to `stop_gradient` into constants with respect
-to differentiation, and only compute repeated conversions once. This doesn't change what the body computes.
+For each iteration, JAX stores everything that is required for differentiating the body. It does so even if
+it's just one of the inputs, or has been computed twice. In particular, we would end up with another copy of
+the frozen weights of each layer. To avoid this, we turn any input that is only passed to `stop_gradient` into
+a constant with respect to differentiation, and compute repeated conversions only once. Note that this doesn't
+change what the body computes.
 """
 
 from typing import Any
@@ -17,8 +18,8 @@ def _with_few_residuals(
     jaxpr: compat.ClosedJaxpr, carried: range
 ) -> tuple[compat.ClosedJaxpr, frozenset[int]]:
     opened = compat.open_jaxpr(jaxpr)
-    # We can do this for any input that is only ever used by `stop_gradient`, as any other use might require
-    # its gradient.
+    # This only works for inputs that aren't used by anything other than `stop_gradient`, because any other
+    # use might require a gradient.
     stops = [eqn.primitive.name == "stop_gradient" for eqn in opened.eqns]
     read = {x for eqn, stop in zip(opened.eqns, stops, strict=True) if not stop for x in _vars(eqn.invars)}
     read.update(_vars(opened.outvars))
@@ -31,17 +32,19 @@ def _with_few_residuals(
         eqn = eqn.replace(invars=_renamed(eqn.invars, equal))
         (x, *_), (out, *_) = [*eqn.invars, None], [*eqn.outvars, None]
         of_one = isinstance(x, jexc.Var) and not isinstance(out, jexc.DropVar)
-        # As the input becomes a constant, it's safe to drop the `stop_gradient`.
+        # The input is going to be a constant, so it's safe to drop the `stop_gradient`.
         if stop and of_one and x in places:
             constants.add(places[x])
             equal[out] = x
         elif of_one and eqn.primitive.name == "convert_element_type":
-            # The context has to match as well, as the results might differ (e.g. under a different mesh).
+            # Make sure that the context matches as well. Otherwise the results might differ, e.g. because of
+            # a different mesh.
             equal[out] = conversions.setdefault((x, out.aval, str(eqn.ctx)), out)
             eqns += [eqn] if equal[out] is out else []
         else:
             eqns.append(eqn)
-    # JAX caches jaxprs by identity, so return the same one if possible, to avoid recompiling.
+    # JAX caches jaxprs by identity. So if nothing has changed then return the original one, to avoid
+    # recompiling.
     if len(eqns) == len(opened.eqns):
         return jaxpr, frozenset()
     lean = opened.replace(eqns=eqns, outvars=_renamed(opened.outvars, equal))
@@ -57,7 +60,7 @@ def _renamed(atoms: Any, equal: dict[Any, Any]) -> list[Any]:
 
 
 with_few_residuals = compat.weakly_cached(_with_few_residuals)
-"""`with_few_residuals(jaxpr, carried)`: an equivalent body, and the inputs to treat as constants.
+"""`with_few_residuals(jaxpr, carried)`: an equivalent body, and which of its inputs to treat as constants.
 
-Inputs in `carried` are never constants, since every iteration has its own.
+Inputs in `carried` are never treated as constants, because they are different in every iteration.
 """

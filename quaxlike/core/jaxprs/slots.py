@@ -1,11 +1,12 @@
 """Values as flat arrays: the layout for operands and results of primitives that carry code.
 
-A *slot* describes one logical operand or result. For a Value, it consists of the treedef and the avals of the
-leaves; for a plain array, it has a single aval and no treedef. Slots are hashable and don't contain any data,
-so they can be used as cache keys.
+A *slot* describes a single logical operand or result. For a Value, it consists of the treedef and the avals
+of the leaves. For a plain array, there is just a single aval, and no treedef. Slots are hashable and don't
+contain any data, which means that they can be used as cache keys.
 
-Two slots must only be equal if their contents are interchangeable in a compiled program. For this reason we
-implement `LeafLayout.__eq__` by hand: treedefs compare statics by `==`, and can't be compared with None.
+Two slots must only be equal if a compiled program can use the content of either one in place of the other.
+This is why we implement `LeafLayout.__eq__` by hand: treedefs compare statics by `==`, and they can't be
+compared with None.
 """
 
 import dataclasses
@@ -43,9 +44,10 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafLayout:
-    treedef: Any  # a Value's; None for a plain array
+    treedef: Any  # the treedef of a Value, or None for a plain array
     avals: tuple[Any, ...]
-    constant: Any = None  # the constant filling a plain array, if known: see core/plain_arrays.py
+    # For a plain array: the constant that it's filled with, if known (see core/plain_arrays.py).
+    constant: Any = None
     reason: str = ""  # why this is a plain array, for use in messages
 
     def __eq__(self, other: object) -> bool:
@@ -53,7 +55,7 @@ class LeafLayout:
             return False
         if self.constant is not other.constant and self.constant != other.constant:
             return False
-        if self.treedef is None or other.treedef is None:  # a treedef cannot be compared with None
+        if self.treedef is None or other.treedef is None:  # because a treedef can't be compared with None
             return self.treedef is other.treedef
         return self.treedef == other.treedef
 
@@ -69,7 +71,7 @@ class LeafLayout:
 
     @property
     def cls(self) -> Any:
-        """The class of the Value in this slot; None for a plain array."""
+        """The class of the Value in this slot, or None for a plain array."""
         return None if self.treedef is None else self.treedef.node_data()[0]
 
     @functools.cached_property
@@ -79,7 +81,7 @@ class LeafLayout:
 
     @functools.cached_property
     def like(self) -> Any:
-        """The Value in this slot, with shapes in place of its leaves, or the aval of a plain array."""
+        """The Value in this slot, with shapes in place of its leaves. For a plain array, this is its aval."""
         if self.treedef is None:
             return self.avals[0]
         return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
@@ -91,20 +93,20 @@ class LeafLayout:
 
     @functools.cached_property
     def aval(self) -> Any:
-        """The logical aval."""
+        """The aval of the logical array, rather than of its leaves."""
         return self.avals[0] if self.treedef is None else aval_of(self.like)
 
     def has_structure_of(self, other: "LeafLayout") -> bool:
-        """Returns whether both are plain, or both are Values with the same class and statics."""
+        """Returns whether both are plain arrays, or both are Values with the same class and statics."""
         return LeafLayout(self.treedef, ()) == LeafLayout(other.treedef, ())
 
     def has_form_of(self, other: "LeafLayout") -> bool:
-        """Whether, in addition, the leaves have the same shapes and dtypes."""
+        """As `has_structure_of`, but also requires the leaves to have the same shapes and dtypes."""
         form = [(a.shape, a.dtype) for a in self.avals]
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "LeafLayout") -> bool:
-        """Returns whether the contents of the other slot can be used in this one without any conversion."""
+        """Returns whether the content of the other slot can be used for this one without any conversion."""
         common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
         return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
@@ -112,7 +114,7 @@ class LeafLayout:
         return LeafLayout(self.treedef, tuple(avals), self.constant)
 
     def strong(self) -> "LeafLayout":
-        """This slot without weak types."""
+        """This slot, but without any weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
     def dense(self, reason: str = "") -> "LeafLayout":
@@ -133,20 +135,20 @@ class LeafLayout:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Returns whether `x` is a Value whose cotangents have the same type."""
+    """Returns whether `x` is a Value for which cotangents have the same type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
 
 
 def is_a_space(x: Any) -> bool:
     """Returns whether `x` is linear in its leaves, and stays valid if these are replaced by arbitrary
-    numbers."""
+    numbers. (Mathematically speaking, such values form a vector space.)"""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Returns whether we should use the only leaf of a Value if it is used as a predicate in control flow.
+    """Returns whether to use the only leaf of a Value in its place if it's a predicate in control flow.
 
-    This is the case if it can't be materialised, and its only leaf has the same shape and dtype. (Types
+    This is the case if it can't be materialised and its only leaf has the same shape and dtype. (Types
     written for quax rely on this.)
     """
     # A leaf with a different shape or dtype can't be used in place of the array.
@@ -172,14 +174,15 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 def _gives_leaves_back(slot: LeafLayout) -> bool:
     """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
-    If not, then the cotangents of the leaves aren't just elements of the dense cotangent. (For example, if
-    each element of a leaf is repeated, then they are sums of several elements.) We don't check this for types
-    that have a pattern, or that can't be materialised.
+    If it isn't, then the cotangents of the leaves aren't just elements of the dense cotangent. (For example,
+    if each element of a leaf is repeated, then its cotangent is a sum of several elements.) We don't check
+    this for types that have a pattern or that can't be materialised.
     """
-    # We can't make up the contents of a pattern, since e.g. indices have to be distinct and in bounds.
+    # We can't just make up the contents of a pattern. For example, indices have to be distinct and in bounds.
     if not all(map(has_tangent, slot.avals)):
         return True
-    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in every dtype
+    # These are exact in every dtype.
+    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]
     with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
@@ -191,9 +194,9 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
-    """Returns, for each leaf, whether the derivative of the array with respect to it can be nonzero.
+    """Returns, for each leaf, whether the array can have a nonzero derivative with respect to it.
 
-    If not then the leaf is frozen. A type that can't be materialised is assumed not to have any frozen
+    If it can't then the leaf is frozen. We assume that types that can't be materialised don't have any frozen
     leaves.
     """
     moving = [has_tangent(a) for a in slot.avals]
@@ -212,8 +215,8 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     with jax.core.eval_context():
         try:
             tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
-            # We can determine this exactly using dead code elimination, which removes the tangents of frozen
-            # leaves as they aren't used by the result.
+            # Use dead code elimination to determine this exactly: the result doesn't use the tangents of
+            # frozen leaves, so these will be removed.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
         except Exception:  # a type can raise any error in order to refuse
@@ -225,7 +228,8 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
     """Returns whether a row of a Value without `leading_axis` consists of the rows of its leaves.
 
-    This is never the case if a static field has one entry per axis, as these wouldn't be valid for a row.
+    This is never the case if some static field has one entry per axis, because it would be too long for a
+    row.
     """
     ndim = len(slot.aval.shape)
     return (
@@ -237,7 +241,8 @@ def has_rows_in_leaves(slot: LeafLayout) -> bool:
 
 
 def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
-    """Returns the axis along which to slice each leaf into rows, if necessary by inspecting the leaves."""
+    """Returns the axis along which to slice each leaf into rows. If the type doesn't specify this then we
+    inspect the leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -250,7 +255,7 @@ def row_aval(aval: Any) -> Any:
 
 
 def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
-    """Returns whether the array's first `ndim` axes are also the first axes of every leaf."""
+    """Returns whether the first `ndim` axes of the array are also the first axes of every leaf."""
     for _ in range(0 if slot.treedef is None else ndim):
         axes = axes_of_rows(slot)
         if axes is NotImplemented or any(axis != 0 for axis in axes):
@@ -261,20 +266,20 @@ def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
-    """Returns whether slicing the leaves along an axis (into halves, or rows) slices the Value.
+    """Returns whether slicing the leaves along an axis (into halves, or into rows) slices the Value.
 
-    Each leaf must have the same shape as the array, for any size of the array, and the parts of the leaves
-    must materialise to the parts of the array, which we check numerically. For a type that can't be
-    materialised, we just rely on the shapes.
+    For this, each leaf must have the same shape as the array, no matter what size the array has. In addition,
+    if we materialise the parts then we must get the parts of the array, which we check numerically. For a
+    type that can't be materialised we have to rely on just the shapes.
     """
     shape = slot.aval.shape
-    # If a leaf has a different shape then it might still be possible to slice it, but only the type itself
-    # can specify along which axis.
+    # A leaf with a different shape might still be sliceable, but only the type itself can tell us along which
+    # axis.
     if any(a.shape != shape for a in slot.avals):
         return False
-    # Check this with small sizes of our own choosing, since the Value's own arrays might be large, or its
-    # parts might only agree at one particular size.
-    sizes = [2 + i for i in range(len(shape))]  # all different, so that we can tell the axes apart
+    # Check this for small sizes of our own choosing. The actual arrays might be large, and it's also possible
+    # that the parts only agree at one particular size.
+    sizes = [2 + i for i in range(len(shape))]  # these are all different, to tell the axes apart
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
     if not rows:
         sizes[axis] *= 2
@@ -284,11 +289,11 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     )
     try:
         found = [(x.aval.shape, x.aval.dtype) for x in (whole, part)]
-    except Exception:  # a type with fixed shapes
+    except Exception:  # e.g. the type has a fixed shape
         return False
     if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
-    # Use irregular numbers, so that incorrect parts don't happen to be equal to the correct ones.
+    # Use irregular numbers. Otherwise incorrect parts might happen to be equal to the correct ones.
     numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
 
     def cut(x: Any) -> list[Any]:
@@ -341,7 +346,8 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
 
 @memoised
 def _classes(treedef: Any) -> tuple[Any, ...]:
-    leaf = jax.ShapeDtypeStruct((), np.float32)  # any shape; a Value with None alone counts as none
+    # Any shape will do. (We can't use None, as a Value whose parts are missing doesn't count as a Value.)
+    leaf = jax.ShapeDtypeStruct((), np.float32)
     value = jtu.tree_unflatten(treedef, [leaf] * treedef.num_leaves)
     return tuple(map(type, (value, *held(value))))
 
@@ -364,12 +370,12 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
-    """Computes `leading_axis` for a Value made of `parts`.
+    """Computes `leading_axis` for a Value that consists of several `parts`.
 
     **Arguments:**
 
     - `parts`: each array or Value inside it, in the order of its leaves, and whether its first axis is the
-        leading one. If not then it's shared by all rows.
+        leading one. If it isn't then it's shared by all rows.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:
@@ -386,11 +392,11 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
-    """Computes `shard_spec` for a Value made of `parts`.
+    """Computes `shard_spec` for a Value that consists of several `parts`.
 
     **Arguments:**
 
-    - `parts`: each array or Value inside it, in the order of its leaves, with its own spec.
+    - `parts`: each array or Value inside it, in the order of its leaves, along with its spec.
     """
     specs: list[jax.P] = []
     for part, spec in parts:
@@ -424,8 +430,8 @@ def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
                 f"{len(slot)} array leaves; found {len(specs)}."
             )
         return specs
-    # The type doesn't specify this, so we can only handle it if slicing the leaves along these axes slices
-    # the array.
+    # The type doesn't specify how to do this. We can only handle it if slicing the leaves along these axes
+    # also slices the array.
     sharded = [axis for axis, names in enumerate(spec) if names is not None]
     if not sharded:
         return tuple(spec if len(spec) <= a.ndim else jax.P() for a in slot.avals)

@@ -1,9 +1,9 @@
 """Unifies the two sides of branches, loop carries and buffers that contain Values.
 
-Unification must never change the array that a Value represents. Either both sides can be converted exactly to
-a common form, or they are materialised (subject to the policy), or else we raise an error. The decision only
-depends on slots, i.e. statics and shapes, and not on any data, so that it's the same when tracing and when
-running eagerly.
+Unification must never change the array that a Value represents. If possible, both sides are converted exactly
+to a common form. Otherwise they are materialised (subject to the policy), and as a last resort we raise an
+error. Importantly, this decision only depends on slots, i.e. on statics and shapes, but not on any data. This
+ensures that it's the same when tracing as when running eagerly.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from .slots import LeafLayout, flatten
 class OperandMismatch(TypeError):
     """An error for rules to raise if operands are incompatible, e.g. metres and seconds.
 
-    If this is raised inside a loop, then we retry with plain arrays in the loop's carry replaced by
-    placeholders, whose actual types are determined by the first iteration. See `Value.promote`.
+    If this is raised inside a loop, then we try again with placeholders in place of any plain arrays in the
+    loop's carry. Their actual types are then determined by the first iteration. See `Value.promote`.
 
     **Arguments:**
 
@@ -42,12 +42,15 @@ class OperandMismatch(TypeError):
 
 
 class StructureError(OperandMismatch):
-    """Raised if the Values in branches, or in a loop carry before and after an iteration, have no common
-    form."""
+    """Raised if there is no common form for the Values in several branches, or in a loop carry before and
+    after an iteration."""
 
 
 def without_placeholder(x: Any) -> Any:
-    """Converts a placeholder (see core/plain_arrays.py) to a plain array. Returns anything else unchanged."""
+    """Converts a placeholder (see core/plain_arrays.py) to a plain array.
+
+    Anything else is returned unchanged.
+    """
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
@@ -60,22 +63,23 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
     if a == b:
         return a
-    # JAX drops weak types in the same way if one side is strong.
+    # If one side is strong then drop weak types. JAX does the same for plain arrays.
     if a.strong() == b.strong():
         return a.strong()
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
-        # A placeholder, whose type is just a guess, mustn't determine the form of an actual Value. We first
-        # try to only widen `b`: in a loop, `a` is the current carry, so if its form can be kept, then we
-        # don't have to trace the body again.
+        # The type of a placeholder is just a guess, so it mustn't determine the form of an actual Value. We
+        # first try to only widen `b`. This is because in a loop `a` is the current carry, and if its form can
+        # be kept then we don't have to trace the body again.
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # lift a plain array first
+    # If there is a plain array then lift this first.
+    orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
     for first, second in orders:
-        # Widen one side, and then check that the other side can be converted to the same form. `widen` isn't
-        # necessarily symmetric, so we try both orders.
+        # Widen one side, and then check that the other side can be converted to the same form. Note that
+        # `widen` isn't necessarily symmetric, so we try both orders.
         form = _widened(first, second)
         if form.treedef is None:
             return second.dense().strong()
@@ -94,17 +98,18 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to the form of `like`, or to a form that `like` can be widened to, or else returns `x`.
+    """Converts `x` to the form of `like`, or to a form that `like` can be widened to. If neither is possible
+    then `x` is returned unchanged.
 
     **Arguments:**
 
-    - `x`, `like`: these can both be an array or a Value. Only the statics and shapes of `like` are used.
+    - `x`, `like`: each of these can be an array or a Value. Only the statics and shapes of `like` are used.
     """
     if not is_value(like):
         return x
     out: Any = NotImplemented
-    # Arrays have to be lifted. So does a Value whose class occurs inside of `like`, e.g. because it lost its
-    # names in a loop.
+    # Arrays have to be lifted. The same is true of a Value whose class occurs inside of `like`; for example,
+    # it might have lost its names in a loop.
     if not is_value(x) or (type(x) is not type(like) and type(x) in map(type, held(like))):
         out = type(like).promote(x, like)
     if out is NotImplemented and is_value(x):
@@ -120,14 +125,14 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """As `widened`, but for a field, which is materialised if it's a plain array on the other side.
+    """As `widened`, but for a field. If this is a plain array on the other side, then we materialise it.
 
-    This is subject to the policy. We don't do this if the plain array can be lifted instead.
+    Materialising is subject to the policy, and we only do so if the plain array can't be lifted instead.
     """
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
-    # Use `eval_shape`, since we only want to know whether it can be lifted.
+    # We only want to know whether it can be lifted, so use `eval_shape`.
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
@@ -138,14 +143,17 @@ def widened_part(x: Any, like: Any) -> Any:
 def dense_when_incompatible(x: Any) -> Any:
     """The result of `widen` for a Value that can't be converted to the form of the other one.
 
-    This materialises, subject to the policy.
+    This is the dense array; materialising it is subject to the policy.
     """
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Materialises those parts of `a` that differ in `b`, or all of `a` if anything else differs."""
+    """Materialises those parts of `a` that differ in `b`.
+
+    If anything else differs then all of `a` is materialised.
+    """
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -154,8 +162,8 @@ def _dense_unlike(x: Value, like: Value) -> Any:
         return materialised(x)
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
-    # Compare everything except for the parts that are Values. If there are any differences then it wouldn't
-    # be sufficient to materialise the parts.
+    # Compare everything other than the parts that are Values. If there are any differences then it wouldn't
+    # be enough to materialise the parts.
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
@@ -164,7 +172,7 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: LeafLayout) -> LeafLayout:
-    """Returns the slot of a Value once the Values inside it are materialised. Leaves arrays unchanged."""
+    """Returns the slot of a Value after materialising the Values inside it. Arrays are left unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialised, x), slot)
 
 
@@ -183,9 +191,11 @@ def can_be_unified(x: Any, like: Any) -> bool:
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     """As `widened`, but for slots.
 
-    We memoise this, because every level of nested Values repeats the calls for all levels below it.
+    This is memoised because otherwise nested Values would be slow, with every level repeating the calls for
+    all levels below it.
     """
-    # `widen` might bind primitives, so its result depends on everything that dispatch depends on.
+    # `widen` might bind primitives. This means that its result depends on everything that dispatch depends
+    # on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
@@ -196,7 +206,7 @@ def _widened_in(context: Hashable, slot: LeafLayout, like: LeafLayout) -> LeafLa
 
 
 def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
-    """Returns the slot of `change(x)` for the content `x` of a slot."""
+    """Returns the slot of `change(x)`, where `x` is the content of the given slot."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out
@@ -208,11 +218,12 @@ def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
 
 
 def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
-    """Converts `x` to the form of `slot`: lifts it, materialises it (subject to the policy), or casts it."""
+    """Converts `x` to the form of `slot`, which means lifting it, materialising it (subject to the policy),
+    or casting it."""
     (found,) = flatten([x])[1]
     if found == slot:
         return x
-    # This might be a placeholder, whose type is just a guess. In that case, convert the plain array instead.
+    # This might be a placeholder. The type of these is just a guess, so convert the plain array instead.
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
@@ -221,8 +232,8 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
-    # Check the result of the user's `widen` or `promote`. If it isn't as specified then leaves would be
-    # assigned to the wrong places.
+    # Check what the user's `widen` or `promote` returned. If it doesn't have the form that we asked for then
+    # leaves would be assigned to the wrong places.
     if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [
@@ -233,7 +244,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Materialises those parts of `x` that are arrays in `like`, subject to the policy."""
+    """Materialises (subject to the policy) those parts of `x` that are arrays in `like`."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 

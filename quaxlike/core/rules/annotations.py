@@ -1,8 +1,8 @@
 """Annotations of the operands of rules, which determine the types for dispatch, and which arrays are
 accepted.
 
-All plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. Otherwise a
-rule for `float` would match when JAX evaluates eagerly, but not under `jit`.
+Note that all plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. If it
+did, then a rule for `float` would match when JAX evaluates eagerly, but not under `jit`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """The meaning of an operand's annotation for dispatch."""
+    """The meaning of an operand's annotation, as far as dispatch is concerned."""
 
     hint: Any
     """The class of the operand, or a union of classes."""
@@ -36,7 +36,8 @@ class Annotation:
     """The classes in the annotation."""
     written: Any
     kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
-    """Each class with its dtypes and shapes, if restricted, as in jaxtyping's `Float[Array, "n"]`."""
+    """Each class along with its dtypes and shapes, if these are restricted as in jaxtyping's `Float[Array,
+    "n"]`."""
 
     @property
     def is_impossible(self) -> bool:
@@ -50,7 +51,10 @@ class Annotation:
 
     @property
     def names_operand(self) -> bool:
-        """Whether this includes arrays or a Value type, unlike annotations of a primitive's parameters."""
+        """Whether this includes arrays or a Value type.
+
+        (An annotation for a parameter of the primitive doesn't.)
+        """
         return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
 
     @property
@@ -93,7 +97,7 @@ class Annotation:
 
 
 class Nothing:
-    """The class for an annotation without any possible operands, such as `list`."""
+    """The class for an annotation without any possible operands. For example, this is used for `list`."""
 
 
 def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
@@ -101,7 +105,7 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
 
     **Arguments:**
 
-    - `names`: a function that evaluates names in quotes.
+    - `names`: a function for evaluating any names in quotes.
     """
     members = list(dict.fromkeys(_members(hint, names)))
     classes = tuple(cls for cls, _ in members)
@@ -111,9 +115,9 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
         return Annotation(Nothing, (), hint)
     plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
     if all(kind is None for _, kind in members):
-        # These might have been converted to arrays by the time that a primitive is bound.
+        # By the time that a primitive is bound, numbers and NumPy arrays might have been converted to arrays.
         return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
-    # If there are other kinds of arrays in the annotation, then a number is an array without axes.
+    # If the annotation contains other kinds of arrays, then a number is treated as an array without axes.
     kinds = [(cls, kind) for cls, kind in members if cls not in plain]
     kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
     return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
@@ -161,7 +165,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
 
 
 def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
-    """Expands a generic alias (`type A[T] = T | jax.Array`), by substituting its parameters."""
+    """Expands a generic alias (such as `type A[T] = T | jax.Array`), by substituting its parameters."""
     given = dict(zip(alias.__type_params__, args, strict=False))
     value = alias.__value__
     if isinstance(value, TypeVar):
@@ -190,7 +194,7 @@ def is_only_for_instances(cls: Any) -> bool:
 
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
-    """Returns whether a class represents plain operands other than `jax.Array`."""
+    """Returns whether a class represents plain operands, but isn't `jax.Array` itself."""
     if cls in (object, jax.Array):
         return False
     return issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))) or any(

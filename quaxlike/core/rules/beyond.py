@@ -1,8 +1,8 @@
 """Rules that match after materialising some of the Values.
 
-At least one operand remains a Value, so that e.g. `Sparse @ Foreign` is computed as `Sparse @ array`, as
-opposed to a dense product. A user's rule for `(array, Foreign)` is also preferred to a rule for `(Adapter,
-any type)`, as the latter would materialise `Foreign` on its way.
+At least one operand remains a Value. For example, this means that `Sparse @ Foreign` is computed as `Sparse @
+array`, rather than as a dense product. For the same reason, a user's rule for `(array, Foreign)` is preferred
+to one of ours for `(Adapter, any type)`, because the latter would end up materialising `Foreign`.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ class Beyond:
         self._types = [jax.Array if t is None or i in places else t for i, t in enumerate(types)]
 
     def applies_to(self, operands: Sequence[Any]) -> bool:
-        """Returns whether the rule also accepts the dtypes and shapes of these operands."""
+        """Returns whether the rule accepts not just the types but also the dtypes and shapes of these
+        operands."""
         if not all(x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.places):
             return False
         typed = enumerate(zip(operands, self._types, strict=True))
@@ -40,7 +41,7 @@ class Beyond:
 def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     """Finds rules that match these operand types after materialising some of the Values.
 
-    Rules written by users come before our own, and rules that preserve more Values come first.
+    Rules written by users come before our own. Apart from that, rules that preserve more Values come first.
     """
     if (known := resolver.beyond.get(key)) is not None:
         return known
@@ -53,11 +54,12 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
             if (places := _in_the_way(rule, types)) == ():
-                # The same rule may be registered for several signatures. If it has already declined this
-                # call, then there is no point in trying it again after materialising.
+                # The same rule might be registered for several signatures. If it has already declined this
+                # call then there is no point in trying it again after materialising.
                 declined.add(rule.written)
             elif places is not None and len(places) < values:
-                # Our rules cover many types, so they mustn't shadow a more specific rule written by the user.
+                # Our own rules cover many types. They mustn't shadow a more specific rule that was written by
+                # the user.
                 ranked.append(((rule.is_ours, n, len(places), places), Beyond(rule, types, places)))
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
@@ -68,8 +70,8 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
 
 
 def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
-    """Returns the positions at which the rule requires an array but the operand is a Value. Returns None if
-    the rule doesn't accept the operands at all."""
+    """Returns the positions of the Values for which the rule requires an array. Returns None if the rule
+    wouldn't accept the operands even after materialising these."""
     annotations = rule.annotations(len(types))
     if len(annotations) != len(types):
         return None
@@ -92,7 +94,7 @@ def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | N
 
 
 class Lost(Exception):
-    """Raised if a rule for arbitrary types would materialise a Value that a user's rule could handle.
+    """Raised if a rule for arbitrary types would materialise a Value that could be handled by a user's rule.
 
     **Arguments:**
 
@@ -105,7 +107,8 @@ class Lost(Exception):
 
 
 def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> tuple[type, ...]:
-    """Returns types that `rule` treats like any other, but which a user's rule handles alongside arrays."""
+    """Returns types that aren't special to `rule`, but for which there is a user's rule that accepts them
+    alongside arrays."""
     primitive, *types = key
     if len({*types} - {None}) < 2 or not isinstance(rule, Rule):
         return ()
@@ -129,7 +132,7 @@ _jit_kept = jax.make_user_context(())  # these types, as part of the keys of JAX
 
 @contextlib.contextmanager
 def keeping(types: tuple[type, ...]) -> Iterator[None]:
-    """Within this context, we raise `Lost` rather than materialising a Value of one of these types."""
+    """In this context, `Lost` is raised rather than materialising a Value of one of these types."""
     types = tuple(dict.fromkeys((*kept.get(), *types)))
     token = kept.set(types)
     try:

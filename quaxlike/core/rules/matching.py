@@ -28,7 +28,7 @@ def may_match(rule: Rule, types: "plum.Signature") -> bool:
 
 
 def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
-    """Returns whether the rule accepts `x` (which dispatches as `cls`) as its operand number `i`."""
+    """Returns whether the rule accepts `x` (which dispatches as `cls`) as its operand at position `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
     by_value = cls is not jax.Array and is_value_dependent(annotation.hint)

@@ -1,11 +1,11 @@
 """The registry of rules: `register` and `RuleSet`.
 
 Registering a rule must take effect immediately, even in functions that have already been jitted. So we count
-registrations (the "epoch"), and this is part of the keys of our own and of JAX's caches. Otherwise a cached
-rule could continue to be used after it has been replaced.
+registrations (the "epoch"), and make this part of the keys of our own caches as well as JAX's. Otherwise a
+cached rule could continue to be used after it has been replaced.
 
-Parsing annotations is slow, and has to import plum, so we don't do this for our own rules until their
-primitive is first dispatched.
+Parsing annotations is slow, and importing plum is even slower. So for our own rules, neither happens until
+their primitive is first dispatched.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """Issued for a rule or a type that was written for another library, which works, but is harder to check.
+    """Issued for a rule or a type that works, but is harder to check as it was written for another library.
 
     This is the case if a rule returns a different dtype than its primitive, but its type doesn't declare
     `own_dtypes`; or a different shape, but its type can't be materialised and doesn't declare `own_shapes`.
@@ -67,7 +67,7 @@ def warn_once(rule: Any, warning: Warning) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """A registered rule: the types of operands it applies to, and where it was written."""
+    """A registered rule: the types of operands that it applies to, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
@@ -81,7 +81,7 @@ class Rule:
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function as written by its author. This might be shared by several rules."""
+        """The function as written by its author. Note that several rules might share it."""
         return written_function(getattr(self.function, "written_as", self.function))
 
     @property
@@ -91,12 +91,13 @@ class Rule:
 
     @property
     def is_for_both_sides(self) -> bool:
-        """Whether `register_on_either_side` created this rule for when both operands have its type."""
+        """Whether this rule was created by `register_on_either_side`, for the case that both operands have
+        its type."""
         return getattr(self.function, "is_for_both_sides", False)
 
     @functools.cached_property
     def _names_arrays(self) -> tuple[bool, ...]:
-        """Whether each operand (and then, any further operand) is annotated as `jax.Array`."""
+        """For each operand, and then for any further operands, whether it is annotated as `jax.Array`."""
         more = False if self.varargs is None else self.varargs.names_array
         return (*(annotation.names_array for annotation in self.operands.values()), more)
 
@@ -111,7 +112,7 @@ class Rule:
         return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
 
     def is_like(self, other: "Rule") -> bool:
-        """Returns whether this applies to precisely the same operands as `other`."""
+        """Returns whether this applies to precisely the same operands as `other` does."""
         if self.signature != other.signature:
             return False
         n = len(self.operands) + 1
@@ -126,8 +127,8 @@ class Rule:
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # Every release of JAX adds some parameters. If a parameter isn't accepted by the rule, then we
-            # omit it provided that it isn't used (None), so that the rule continues to work.
+            # Every release of JAX adds some parameters. If the rule doesn't accept one of these, then we just
+            # leave it out, provided that it isn't used (i.e. None). This way the rule continues to work.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -157,8 +158,8 @@ class Rule:
 class RuleSet:
     """A private set of rules, layered over the global one.
 
-    Pass this to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first, and it's
-    inherited by any nested `quaxify`.
+    Pass this to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried before any global
+    ones, including inside any nested `quaxify`.
 
     !!! example
 
@@ -181,7 +182,10 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules whose annotations have been parsed. For others, this is delayed until it's needed."""
+        """The rules whose annotations have been parsed so far.
+
+        (For others, this is delayed until it's needed.)
+        """
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
@@ -192,7 +196,7 @@ class RuleSet:
 
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
-            # Remove these first, since `add` calls this method again.
+            # It's important to remove these first, because `add` calls this method again.
             for function, precedence in self._waiting.pop(primitive, ()):
                 for rule in rules_of(primitive, function, precedence):
                     self.add(rule)
@@ -212,7 +216,7 @@ class RuleSet:
         self._rules[rule.primitive] = (*(r for r in self[rule.primitive] if r not in alike), rule)
 
     def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
-        """Adds a rule, whose annotations are only parsed when `primitive` is first dispatched."""
+        """Adds a rule, but only parses its annotations once `primitive` is first dispatched."""
         self._rules.setdefault(primitive, ())
         self._waiting.setdefault(primitive, []).append((function, precedence))
 
@@ -225,15 +229,18 @@ GLOBAL = RuleSet()
 lock = threading.RLock()
 _epoch = 0
 
-# The epoch, as part of the keys of JAX's caches, so that `jax.jit(quaxify(f))` is retraced if a rule is
-# registered. This invalidates every jitted function in the process, so we only set it once something has been
-# quaxified.
+# The epoch, as part of the keys of JAX's caches. This is how `jax.jit(quaxify(f))` is traced again if a rule
+# is registered. Unfortunately it invalidates every jitted function in the process, so we only set it once
+# something has been quaxified.
 _jit_epoch = jax.make_user_context(0)
 _in_use = False
 
 
 def epoch() -> int:
-    """Returns the number of registrations so far. This is part of the key of caches that depend on rules."""
+    """Returns the number of registrations so far.
+
+    Any cache that depends on rules must have this in its key.
+    """
     return _epoch
 
 
@@ -253,7 +260,8 @@ def register(
 
     Rules are selected by the types of *all* positional parameters. Plain operands (arrays, NumPy arrays,
     Python scalars) are treated as `jax.Array`, so they can be annotated as either `jax.Array` or `ArrayLike`.
-    You can also use jaxtyping, as in `Float[Array, "n m"]`, to only accept certain dtypes and shapes.
+    If you only want to accept certain dtypes and shapes, then you can also use jaxtyping, as in `Float[Array,
+    "n m"]`.
 
     **Arguments:**
 
@@ -305,7 +313,8 @@ def register(
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
-        # Our own rules are delayed until they are needed, so that importing the package doesn't inspect any.
+        # Delay our own rules until they are needed. This way importing the package doesn't have to inspect
+        # any of them.
         wait = (written_function(function).__module__ or "").startswith(_PACKAGE)
         with lock:
             for p in primitives:
@@ -315,7 +324,7 @@ def register(
                 for rule in rules_of(p, function, precedence):
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
-            # Do this last, since any cache with the new epoch must include the rule.
+            # This comes last because any cache that sees the new epoch must include the rule.
             _epoch += 1
             if _in_use:
                 _jit_epoch.set_global(_epoch)
@@ -341,7 +350,7 @@ def register_on_either_side(
     - `other`: the type of the operand on the other side. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
-    A rule registered for exactly `(types, types)` takes priority over this one.
+    Note that a rule registered for exactly `(types, types)` takes priority over this one.
 
     **Returns:**
 
@@ -378,7 +387,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
     if high_level.is_high_level(primitive):
         return high_level.primitive_of(primitive)
     if not isinstance(primitive, str):
-        from ..primitive_names import primitives_of  # only for messages
+        from ..primitive_names import primitives_of  # these are only needed for messages
 
         known = primitives_of(primitive) or (["name"] if inspect.isroutine(primitive) else [])
         hint = " or ".join(f'`@quaxlike.register("{name}")`' for name in known)
@@ -409,7 +418,10 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 
 
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
-    """Converts a function to rules for a primitive. There are several of them if operands have defaults."""
+    """Converts a function to rules for a primitive.
+
+    If operands have defaults then there are several of these.
+    """
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
     first = hints.get(parameters[0].name) if parameters else None
@@ -424,7 +436,8 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
-    # A parameter with a default is a parameter of the primitive, unless it has to be an operand.
+    # If a parameter has a default then it's normally a parameter of the primitive, unless it has to be an
+    # operand.
     params, arity = compat.parameters_of(primitive), compat.arity_of(primitive)
     defaults = [p.name for p in positional[required:]]
     may_be = list(itertools.takewhile(lambda name: name not in params, defaults))
@@ -475,9 +488,9 @@ def _place(function: Callable[..., Any]) -> str:
 def check_operands(rule: Rule, params: Collection[str]) -> None:
     """Raises a `TypeError` for a rule that can never match.
 
-    This is the case if it has one of the primitive's parameters as an operand, if it has a different number
-    of operands, or if one of its annotations is impossible. If the function has an attribute
-    `may_never_match`, then this only issues a warning.
+    This is the case if one of its operands is actually a parameter of the primitive, if it has the wrong
+    number of operands, or if one of its annotations is impossible. This only issues a warning if the function
+    has an attribute `may_never_match`.
     """
     if (why := _never_matches(rule, params)) is None:
         return
@@ -488,7 +501,8 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
 
 
 def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
-    """Returns whether a function could be a rule for a primitive, as far as we can tell before it's used."""
+    """Returns whether a function could be a rule for a primitive, as far as we can tell before it's
+    called."""
     params = compat.parameters_of(primitive)
     return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
@@ -532,11 +546,11 @@ def check_keywords(rule: Rule, params: Collection[str]) -> None:
 def check_replacement(old: Rule, new: Rule) -> None:
     """Raises a `RuleError` if a rule would replace another one that was written in the same place.
 
-    If a definition is executed again (in a notebook cell, or when reloading a module) then it replaces its
-    previous rule. A rule that was written elsewhere is replaced with a warning.
+    If a definition is executed again (in a notebook cell, or when reloading a module) then this isn't an
+    error, and it replaces its previous rule. A rule that was written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
-    # The same function has been registered again, so we don't lose any rule.
+    # The same function has been registered again, so we aren't losing any rule.
     if was is now:
         return
     module = new.written.__module__
@@ -581,8 +595,8 @@ def signature_of(types: Iterable[Any], **options: Any) -> "plum.Signature":
 def require_stack_depth(calls: int = 200) -> None:
     """Raises a `RecursionError` if there isn't enough space left on the stack for this many nested calls.
 
-    Use this before plum compares types. Beartype caches errors, so if it were to hit the recursion limit,
-    then it would raise the same `RecursionError` again in later calls.
+    Use this before plum compares types. Beartype caches errors, so if it ever hit the recursion limit then it
+    would keep raising the same `RecursionError` in later calls.
     """
     if calls:
         require_stack_depth(calls - 1)

@@ -1,8 +1,8 @@
 """Selects the rules for a primitive, and checks their results.
 
-A cached entry must be the same as if we were to compute it again. The cache is keyed by types alone, so rules
-that also depend on dtypes, shapes or values are stored as a `RulesByOperands`, which makes the decision on
-each call. An entry is only stored if no rule was registered while it was being computed.
+Looking up an entry in the cache must be equivalent to computing it again. The cache is keyed by types alone.
+If rules also depend on dtypes, shapes or values then we store a `RulesByOperands`, which decides between them
+on each call. In addition, we don't store an entry if a rule was registered while it was being computed.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class AmbiguousRuleError(RuleError, LookupError):
 
 
 class Resolver:
-    """Finds rules in several layers of rule sets, in order of priority. This is cached by types."""
+    """Finds rules in several layers of rule sets, in order of priority. The results are cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
@@ -60,11 +60,11 @@ class Resolver:
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Any = None) -> list[Callable[..., Any]]:
-        """Returns the rules for `key`, best first. A rule is tried if the previous one returned
+        """Returns the rules for `key`, best first. Each one is only tried if the previous ones returned
         `NotImplemented`.
 
-        A key consists of the primitive, followed by the class of each operand that is a Value, or None for
-        any other operand.
+        A key consists of the primitive, followed by one entry for each operand, which is its class if it's a
+        Value and None otherwise.
 
         **Raises:** `TypeError` if a rule has one of the primitive's `params` as a positional parameter, or
         `RuleError` if it requires a keyword that isn't amongst them.
@@ -74,8 +74,8 @@ class Resolver:
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params or ())
         operands = signature_of(jax.Array if t is None else t for t in types)
-        # A type might determine separately for each instance whether rules apply. We only check this for such
-        # types, as it requires a function call for every operand.
+        # A type can decide separately for each instance whether rules apply. This requires a function call
+        # for every operand, so we only check it if there is such a type.
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
 
         def checked(rule: Callable[..., Any]) -> Checked:
@@ -83,8 +83,8 @@ class Resolver:
             return Keeping(rule, may_decline, kept) if kept else Checked(rule, may_decline)
 
         found: list[Callable[..., Any]] = []
-        # The rules of outer layers come first, even if those of inner layers are more specific, so that users
-        # can override anything in their own rule sets.
+        # The rules of outer layers come first, even if those of inner layers are more specific. This allows
+        # users to override anything in their own rule sets.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
             if params is not None:
@@ -106,14 +106,14 @@ class Resolver:
         return bool(self.candidates(key) if known is None else known)
 
 
-# The rule sets that are currently in use. A `quaxify` adds its own while it's calling the function.
+# The rule sets that are currently in use. A `quaxify` adds its own rule set while calling the function.
 active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
     "quaxlike_rules", default=(GLOBAL,)
 )
 
 
-# These rule sets, as part of the keys of JAX's caches, so that functions are traced again for other rule
-# sets.
+# These rule sets, as part of the keys of JAX's caches. If a function is called with other rule sets then it
+# is traced again.
 _jit_layers = jax.make_user_context((GLOBAL,))
 
 
@@ -133,7 +133,7 @@ def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
-@functools.lru_cache(maxsize=64)  # this discards earlier epochs
+@functools.lru_cache(maxsize=64)  # this discards the results for earlier epochs
 def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
     return Resolver(layers, at)
 
@@ -143,24 +143,24 @@ def in_order(
 ) -> list[Callable[..., Any]]:
     order: list[Callable[..., Any]] = []
     while matching:
-        # Repeatedly take the most specific rule. If it declines, then we need the others as alternatives.
+        # Repeatedly take the most specific rule. The others are needed as well, in case it declines.
         best = [r for r in matching if not any(more_specific(q, r) for q in matching)]
         highest = max(r.signature.precedence for r in best)
         best = [r for r in best if r.signature.precedence == highest]
         if any(r.written is not best[0].written for r in best):
             return [*order, Ambiguity(primitive, operands, best)]
         order.append(best[0])
-        # If a function declines these types then it will do so for any of its other signatures as well.
+        # If a function declines these types then there's no point in trying any of its other signatures.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 
 class RulesByOperands:
-    """The rules for some types of operands, if types aren't sufficient to determine which of them match.
+    """The rules for some types of operands, if types alone don't determine which of these rules match.
 
-    Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`), or types whose
-    instances are recognised by value rather than by class (plum's `__faithful__ = False`). So on each call,
-    we only try those rules that match the operands.
+    Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`). Others have types
+    whose instances are recognised by value rather than by class (plum's `__faithful__ = False`). In either
+    case we have to check the actual operands on each call, and only try the rules that match.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class RulesByOperands:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
-    """Represents several rules without a well-defined order. Raises an error when called."""
+    """Represents several rules without a well-defined order. This raises an error when called."""
 
     primitive: jexc.Primitive
     operands: "plum.Signature"
@@ -214,10 +214,10 @@ class Ambiguity:
 class Checked:
     """A rule along with the checks of its results.
 
-    A check is about as expensive as tracing the primitive. So once a result has been found to be correct, we
-    trust the rule when it's called with the same parameters: for concrete arrays, within the same trace, and
-    in other traces if the operands have the same shapes and dtypes. Under `jax_enable_checks` we never trust
-    a rule.
+    A check is about as expensive as tracing the primitive. So once we've found a result to be correct, we
+    trust the rule whenever it's called again with the same parameters. In practice this applies to concrete
+    arrays, to any calls within the same trace, and to other traces if the operands have the same shapes and
+    dtypes. (Under `jax_enable_checks` we never trust a rule.)
 
     If `may_decline` is set, then each call also checks that the operands follow the rules for their type.
     """
@@ -225,10 +225,11 @@ class Checked:
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        # The parameters for which a result was checked. When tracing, these also include the avals.
+        # The parameters for which we've checked a result. When tracing, these also include the avals.
         self._right: set[Any] = set()
         self._is_trusted = False  # whether we trust the rule for any parameters
-        # A trace, and the parameters that were checked in it. Within this trace we don't compare avals again.
+        # A trace, and the parameters that were checked in it. If we're still in this trace then we don't
+        # compare avals again.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -257,7 +258,7 @@ class Checked:
             return
         if key is None or any(isinstance(p, jexc.Jaxpr | compat.ClosedJaxpr) for p in key):
             check_results(self.rule, primitive, operands, params, out)
-            self._is_trusted = True  # these are either unhashable, or would be kept alive by a set
+            self._is_trusted = True  # these are unhashable, or a set would keep them alive
             return
         trace: Any = compat.current_trace()
         known = key if compat.is_eval_trace(trace) else (key, *map(aval_of_operand, operands))
@@ -269,7 +270,8 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            self._here = weakref.ref(trace), right_here  # assign both at once, as threads have other traces
+            # Assign both at once, because threads have other traces.
+            self._here = weakref.ref(trace), right_here
         right_here.add(key)
 
 
@@ -277,18 +279,18 @@ _MOST_TRUSTED = 256  # the maximal size of a set of trusted parameters
 
 
 class Keeping(Checked):
-    """A rule for arbitrary types, when a user's rule handles some of these types alongside arrays.
+    """A rule for arbitrary types, if a user's rule handles some of these types alongside arrays.
 
-    Such a rule redispatches on the parts of its own type. It declines if this would materialise a Value that
-    could be handled by the user's rule, for which we then materialise the other operands instead. For
-    operands with the same structures, shapes and dtypes, this is only tried once.
+    Such a rule redispatches on the parts of its own type. If this would materialise a Value that the user's
+    rule could handle, then it declines, and we materialise the other operands instead. For operands with the
+    same structures, shapes and dtypes, we only try this once.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
         super().__init__(rule, may_decline)
         self._kept = kept
         self._declines: set[Any] = set()
-        self.lacked: tuple[str, str] | None = None  # why this first declined, for use in messages
+        self.lacked: tuple[str, str] | None = None  # why it declined the first time, for use in messages
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         leaves, structure = jtu.tree_flatten(list(operands))
@@ -311,7 +313,10 @@ class Keeping(Checked):
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `out` isn't a valid result. Only warns if just the dtype differs."""
+    """Raises a `RuleError` if `out` isn't a valid result.
+
+    If just the dtype differs then this is only a warning.
+    """
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
@@ -355,10 +360,10 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the avals of the primitive's results for arrays of these shapes; None if they are unknown."""
+    """Returns the avals of the primitive's results, for arrays of these shapes. None if we can't tell."""
     try:
         out, _ = primitive.abstract_eval(*map(aval_of_operand, operands), **params)
-    except Exception:  # the primitive might not support everything that its rule supports
+    except Exception:  # a rule might support more than its primitive does
         return None
     return out if primitive.multiple_results else [out]
 
