@@ -226,7 +226,7 @@ class AdaptedArray(GradientsArray):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
         out = replace_fields(
-            out, **{name: np.ones(getattr(like, name).shape, np.float32) for name in like.numbers}
+            out, **{name: np.ones(x.shape, x.dtype) for name in like.numbers for x in [getattr(like, name)]}
         )
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
@@ -240,7 +240,7 @@ class AdaptedArray(GradientsArray):
         reach = gradients_through(like, self)
         if reach == "none":
             return NotImplemented
-        x = with_gradients(self, reach)
+        x = with_numbers_of(with_gradients(self, reach), like)
         return x.replace(w=widened_part(x.w, like.w))
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
@@ -267,6 +267,20 @@ def number(x: Any, shape: Sequence[int] = ()) -> Any:
     if isinstance(x, (int, float, np.number)):
         return np.full(shape, x, np.float32)
     return x if x.dtype == np.float32 else x.astype(np.float32)
+
+
+def with_numbers_of(x: _Self, like: AdaptedArray) -> _Self:
+    """Promotes the `numbers` of `x` to the dtypes of those in `like`.
+
+    They only differ if somebody has cast all leaves of one side, e.g. to bfloat16.
+    """
+
+    promoted: dict[str, Any] = {}
+    for name in x.numbers:
+        number, other = getattr(x, name), getattr(like, name)
+        if number is not None and other is not None and number.dtype != other.dtype:
+            promoted[name] = number.astype(jnp.promote_types(number.dtype, other.dtype))
+    return replace_fields(x, **promoted) if promoted else x
 
 
 def numbers_as_arrays(x: AdaptedArray) -> None:

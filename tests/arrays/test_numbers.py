@@ -148,6 +148,30 @@ def test_a_number_promotes_nothing(dtype):
     assert ql.quaxify(lambda x: x.astype(dtype))(lora(alpha=3)).alpha.dtype == np.float32
 
 
+@pytest.mark.quick("LoRA", "LoHa")
+@pytest.mark.parametrize(
+    "name", sorted(METHODS.keys() - {"DoRA", "LoKr"})
+)  # which an array can't be lifted to
+def test_models_whose_leaves_are_all_cast(name):
+    """A carry or a branch holds such an adapter at one time, and an array at another."""
+    cast = lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    w = METHODS[name](4)
+    low, dense = jax.tree.map(cast, w), ql.materialise(w).astype(jnp.bfloat16)
+
+    def run(w, other):
+        twice = jnp.ones(2, jnp.bfloat16)
+        return (
+            jax.lax.scan(lambda c, s: (w * s, None), other, twice)[0],
+            jax.lax.scan(lambda c, s: (c * s, None), w, twice)[0],
+            jax.lax.cond(jnp.all(X < 100), lambda: w, lambda: other),
+        )
+
+    found = ql.materialise(jax.jit(ql.quaxify(run))(low, dense))
+    for got, want in zip(found, jax.jit(run)(ql.materialise(low), dense), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.03, atol=0.03)
+
+
 @pytest.mark.slow
 def test_adapters_of_a_stack_have_their_own_numbers():
     """As axes of `vmap` and `scan`, in products over the axis, rows and slices."""

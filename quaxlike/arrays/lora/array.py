@@ -36,6 +36,7 @@ from ..adapted import (
     number,
     reached_by,
     with_gradients,
+    with_numbers_of,
 )
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
@@ -313,7 +314,7 @@ class LoraArray(AdaptedArray):
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
             with_batch_of(widened_part(x.b, like.b), like.b, 1 + len(x.out_axes)),
         )
-        alpha = with_batch_of(x.alpha, like.alpha, 0)
+        alpha = with_batch_of(with_numbers_of(x, like).alpha, like.alpha, 0)
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b, alpha=alpha)
 
     def _kind(self) -> Any:
