@@ -7,11 +7,10 @@ caches, which means that everything is traced again.
 
 import collections
 import contextlib
-import contextvars
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
@@ -20,6 +19,7 @@ import jax.core
 from . import values
 from .hooks import computes_with_itself
 from .rules import active_layers
+from .scoped import Scoped
 from .source_lines import SourceLine, is_library, source_lines
 from .values import aval_of, is_value
 
@@ -28,36 +28,20 @@ if TYPE_CHECKING:
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-_active: contextvars.ContextVar["Recorder | None"] = contextvars.ContextVar("quaxlike_recorder", default=None)
+_active = Scoped["Recorder | None"]("quaxlike_recorder", None)
 active = _active.get
-
-# A setting that's part of the keys of JAX's caches. As a result, functions are traced again in order to
-# record them.
-_jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
 
-@contextlib.contextmanager
-def recording(recorder: "Recorder") -> Iterator["Recorder"]:
+def recording(recorder: "Recorder") -> contextlib.AbstractContextManager[Any]:
     """Records everything that is dispatched inside this block, in the current thread and context."""
-    token = _active.set(recorder)
-    try:
-        # Use a new number each time. Otherwise we would get a cache hit for a program that was traced by an
-        # earlier recording, and it would be missing from this one.
-        with _jit_recording(next(_recordings)):
-            yield recorder
-    finally:
-        _active.reset(token)
+    # Use a new number each time. Otherwise we would get a cache hit for a program that was traced by an
+    # earlier recording, and it would be missing from this one.
+    return _active.use(recorder, key=next(_recordings))
 
 
-@contextlib.contextmanager
-def _not_recording() -> Iterator[None]:
-    token = _active.set(None)
-    try:
-        with _jit_recording(None):
-            yield
-    finally:
-        _active.reset(token)
+def _not_recording() -> contextlib.AbstractContextManager[Any]:
+    return _active.use(None)
 
 
 values.probing.asides.append(_not_recording)

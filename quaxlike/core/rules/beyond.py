@@ -6,12 +6,12 @@ to one of ours for `(Adapter, any type)`, because the latter would end up materi
 """
 
 import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ..scoped import Scoped
 from ..values import ArrayValue, Value, is_value
 from .matching import depends_on_operands, fits, is_value_dependent
 from .registry import Rule, RuleSet, epoch, lock, require_stack_depth, signature_of
@@ -126,17 +126,9 @@ def _names(classes: Sequence[Any], cls: type) -> bool:
 
 _ANY_TYPE = (Value, ArrayValue)
 
-kept: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("quaxlike_kept", default=())
-_jit_kept = jax.make_user_context(())  # these types, as part of the keys of JAX's caches
+kept = Scoped[tuple[type, ...]]("quaxlike_kept", ())
 
 
-@contextlib.contextmanager
-def keeping(types: tuple[type, ...]) -> Iterator[None]:
+def keeping(types: tuple[type, ...]) -> contextlib.AbstractContextManager[Any]:
     """In this context, `Lost` is raised rather than materialising a Value of one of these types."""
-    types = tuple(dict.fromkeys((*kept.get(), *types)))
-    token = kept.set(types)
-    try:
-        with _jit_kept(types):
-            yield
-    finally:
-        kept.reset(token)
+    return kept.use(tuple(dict.fromkeys((*kept.get(), *types))))

@@ -5,13 +5,11 @@ If rules also depend on dtypes, shapes or values then we store a `RulesByOperand
 on each call. In addition, we don't store an entry if a rule was registered while it was being computed.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -21,6 +19,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
+from ..scoped import Scoped
 from ..values import Value, aval_of, is_value, refuses
 from .annotations import type_name
 from .beyond import Lost, keeping, kept_by_others
@@ -107,25 +106,8 @@ class Resolver:
 
 
 # The rule sets that are currently in use. A `quaxify` adds its own rule set while calling the function.
-active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
-    "quaxlike_rules", default=(GLOBAL,)
-)
-
-
-# These rule sets, as part of the keys of JAX's caches. If a function is called with other rule sets then it
-# is traced again.
-_jit_layers = jax.make_user_context((GLOBAL,))
-
-
-@contextlib.contextmanager
-def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
-    """Uses these rule sets within this context."""
-    token = active_layers.set(layers)
-    try:
-        with _jit_layers(layers):
-            yield
-    finally:
-        active_layers.reset(token)
+active_layers = Scoped[tuple[RuleSet, ...]]("quaxlike_rules", (GLOBAL,))
+use_rule_sets = active_layers.use
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:

@@ -1,0 +1,34 @@
+"""Values that are in force inside a `with` block."""
+
+import contextlib
+import contextvars
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+import jax
+
+_T = TypeVar("_T")
+
+
+class Scoped(Generic[_T]):
+    """A context variable that is also part of the keys of JAX's caches.
+
+    Without the latter, a function that was traced under one value would be reused under another. We can't
+    just use the setting in the keys, because JAX's settings are thread-local, and so they are shared by all
+    asyncio tasks of a thread.
+    """
+
+    def __init__(self, name: str, default: _T) -> None:
+        self._variable = contextvars.ContextVar(name, default=default)
+        self._in_keys: Any = jax.make_user_context(default)
+        self.get = self._variable.get
+
+    @contextlib.contextmanager
+    def use(self, value: _T, key: Hashable = None) -> Iterator[_T]:
+        """Uses a value inside this block. In the keys of caches, `key` stands for it. Default: the value."""
+        token = self._variable.set(value)
+        try:
+            with self._in_keys(value if key is None else key):
+                yield value
+        finally:
+            self._variable.reset(token)
