@@ -62,10 +62,13 @@ class Gguf:
     """Maps additional metadata keys to entries of `rope_parameters`."""
     products: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     """Metadata keys that are the product of two entries. The first one has a key of its own."""
-    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Metadata that llama.cpp requires, and that does not affect texts."""
+    sections: bool = False
+    """Whether llama.cpp shares out rotations between the axes of images. A token of a text has the same
+    position along all of them, so this has no effect on texts."""
     same: tuple[str, ...] = ()
     """Entries that llama.cpp takes to be equal."""
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The largest values of entries for which llama.cpp computes the same, up to rounding."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
     permuted: bool = False
@@ -289,8 +292,8 @@ _DELTA_NET_GGUF = Gguf(
     },
     products={"ssm.inner_size": ("linear_num_value_heads", "linear_value_head_dim")},
     same=("linear_key_head_dim", "linear_value_head_dim"),
-    # These share out the rotation between the axes of images. A token of a text has the same position in all.
-    constants={"rope.dimension_sections": [11, 11, 10, 0]},
+    limits={"rms_norm_eps": 1e-5},  # llama.cpp adds this to the norms of queries and keys, too, and not 1e-6
+    sections=True,
 )  # fmt: skip
 _DELTA_NET = Family(
     qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True,
@@ -449,7 +452,7 @@ FAMILIES: dict[str, Family] = {
                     ("attn_qkv.weight", "attn_gate.weight"), "by_key_head"
                 ),
             },
-            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True}, constants={},
+            keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True}, sections=False,
         ),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,

@@ -95,6 +95,7 @@ def config_of(
 
 
 _MORE = "nextn_predict_layers"
+_SECTIONS = "rope.dimension_sections"
 _RECURRENT = "attention.recurrent_layers"
 
 
@@ -167,8 +168,8 @@ _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scal
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
     """Warns about unrecognised keys under the architecture's prefix, since these may change the model."""
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
-    known = {*_KEYS, *own.keys, *own.products, *own.constants, *own.rope_keys, own.marker, *_OTHERS}
-    known |= {*_WITHOUT_EFFECT}
+    known = {*_KEYS, *own.keys, *own.products, *own.rope_keys, own.marker, *_OTHERS}
+    known |= {*_WITHOUT_EFFECT, *([_SECTIONS] if own.sections else [])}
     unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
     warn_of_unknown(str(path), unknown, ())
 
@@ -331,12 +332,18 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
     products = {key: config[factor] * config[other] for key, (factor, other) in own.products.items()}
-    values |= {**own.constants, **products}
+    values |= products
     if len({config[entry] for entry in own.same}) > 1:
         told = " and ".join(f"{entry}={config[entry]}" for entry in own.same)
         raise ValueError(
             f"config.json has {told}; llama.cpp takes these to be equal in models of type {own.model_type!r}."
         )
+    for entry, most in own.limits.items():
+        if config[entry] > most:
+            raise ValueError(
+                f"config.json has {entry}={config[entry]}; above {most}, llama.cpp computes something "
+                f"else for models of type {own.model_type!r}."
+            )
     if _WINDOW in values and config.get("layer_types"):
         values[f"{_WINDOW}_pattern"] = [kind == _TYPES[1] for kind in config["layer_types"]]
     if "attention.key_length" in values:
@@ -361,7 +368,10 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{own.model_type!r} rotate whole heads."
             )
         share = 1.0  # transformers ignores the entry for these models
-    values["rope.dimension_count"] = int(_head_size(config) * share)
+    values["rope.dimension_count"] = rotated = int(_head_size(config) * share)
+    if own.sections:
+        # Pairs take turns. llama.cpp ends the process if there are more in the sections than in a head.
+        values[_SECTIONS] = [(rotated // 2 + i) // 3 for i in (2, 1, 0)] + [0]
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         values |= _yarn_values(rope, own) if kind == "yarn" else {}

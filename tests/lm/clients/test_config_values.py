@@ -24,6 +24,10 @@ _SIZES = {
     "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA_NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "full_attention_interval": 2,
+}  # fmt: skip
 _UPPER = {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 2}
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -55,6 +59,8 @@ FAMILIES = {
     "olmo2": {},
     "olmo3": {"sliding_window": 4},
     "granite": {},
+    "qwen3_next": {**_EXPERTS, **_DELTA_NET, "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    "qwen3_5_text": _DELTA_NET,
     "smollm3": {"use_sliding_window": False, "sliding_window": 4},
     "ministral3": {
         "sliding_window": None,
@@ -128,7 +134,8 @@ _ARCHITECTURES = {
         "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2",
         "gemma3_text": "Gemma3", "phi3": "Phi3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
         "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "olmo2": "Olmo2", "olmo3": "Olmo3",
-        "granite": "Granite", "smollm3": "SmolLM3", "ministral3": "Ministral3",
+        "granite": "Granite", "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5",
+        "smollm3": "SmolLM3", "ministral3": "Ministral3",
     }.items()
 }  # fmt: skip
 _IDS = np.random.default_rng(0).integers(3, 290, (1, 24)).astype(np.int32)

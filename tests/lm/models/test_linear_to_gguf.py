@@ -145,6 +145,7 @@ def test_layers_that_a_file_lists(checkpoint, tmp_path):
     ("changes", "message"),
     [
         ({"linear_value_head_dim": 8}, "linear_value_head_dim=8; llama.cpp takes these to be equal"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps=0.1; above 1e-05, llama.cpp computes something else"),
         ({"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, "GGUF cannot say mixers="),
     ],
 )
