@@ -81,7 +81,7 @@ def fourierft(
 ) -> FourierFTArray:
     """Uses the same frequencies as PEFT would draw with `seed`.
 
-    Note that these only depend on the size of a weight, so that weights of equal size share them.
+    Note that these only depend on a weight's size, so that equally large weights share them.
     """
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:
