@@ -208,7 +208,7 @@ def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **para
 
 @register("gather")
 def _gather(x: Combinator, indices: ArrayLike, **params: Any):
-    """Looks up the base's rows and then adapts just these rows, so that we never materialise the array."""
+    """Looks up rows of the base and then adapts just these rows, so that we never materialise the array."""
     return looked_up(x, indices, _rows, **params)
 
 
