@@ -39,8 +39,8 @@ class LoKrArray(MethodArray):
     - `core`: a core of shape `(r, r, *window)`, for convolution kernels in Tucker form. The second matrix is
         then `core` multiplied by both `second` and `second_b`, with `second_b` of shape `(r, channels)`.
         Default: None.
-    - `alpha`, `rank`: scale the change by `alpha / rank`, regardless of the matrices' actual ranks. `alpha`
-        is not differentiated. Default: 1.
+    - `alpha`, `rank`: scale the change by `alpha / rank`, regardless of the actual ranks of the matrices.
+        `alpha` is not differentiated. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
