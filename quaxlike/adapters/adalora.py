@@ -22,7 +22,7 @@ class AdaLoRAArray(MethodArray):
     - `w`: the base, as an array or Value.
     - `a`: has shape `(..., rank, inputs)`. Multiple input axes are flattened.
     - `b`: has shape `(..., outputs, rank)`. Multiple output axes are flattened.
-    - `e`: the diagonal, of shape `(..., rank)`.
+    - `e`: the diagonal, with shape `(..., rank)`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 

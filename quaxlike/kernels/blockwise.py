@@ -67,7 +67,7 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 
 @functools.cache
 def dynamic_map() -> FloatArray:
-    """Returns the signed 8-bit dynamic data type's 256 values, in ascending order.
+    """Returns the 256 values of the signed 8-bit dynamic data type, in ascending order.
 
     The values span seven decades. Within each decade they are linearly spaced, with twice as many steps as in
     the decade below it. As a result, small values are represented with a small absolute error, whereas the
@@ -273,7 +273,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """Returns the nearest entries' codes.
+    """Returns the codes of the nearest entries.
 
     We do this by summing comparisons, because XLA is able to fuse these into a single pass.
     """

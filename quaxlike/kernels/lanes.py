@@ -129,7 +129,7 @@ def as_float32(bits: Reg) -> Reg:
 
 
 def from_float16(bits: Reg) -> Reg:
-    """Converts the float16 in an unsigned 32-bit integer's lower half to float32."""
+    """Converts the float16 in the lower half of an unsigned 32-bit integer to float32."""
     half = arith.trunci(_types()["u16"], bits.value)
     return Reg(arith.extf(_types()["float32"], arith.bitcast(_types()["float16"], half)))
 

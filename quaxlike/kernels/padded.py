@@ -64,7 +64,8 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Returns clamped indices into all axes of `y`, along with a mask for which ones were in bounds already.
+    """Returns clamped indices into all axes of `y`, along with a mask that marks which ones were in bounds
+    already.
 
     An index of `None` selects a whole axis.
     """

@@ -37,7 +37,7 @@ class SummaryRow:
     trainable: int
     """The number of trained elements, including its adapter."""
     logical_bytes: int
-    """The equivalent dense array's size in bytes."""
+    """The size in bytes of the equivalent dense array."""
     stored_bytes: int
     """The size in bytes as it is actually stored, including the adapter."""
     layout: Layout | None = None

@@ -158,7 +158,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """The work of a thread block: both operands' tiles in each step, and where the result is stored."""
+    """The work of a thread block: the tiles of both operands in each step, and where the result is stored."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]
