@@ -20,7 +20,7 @@ def lazily(
     - `package`: the `__name__` of the package.
     - `modules`: the submodules to import on first use.
     - `namespace`: the `globals()` of the package, in which we cache anything that has been imported.
-    - `names`: maps each submodule to those of its names that should also be available from the package.
+    - `names`: maps each submodule to the names that should also be available from the package.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}

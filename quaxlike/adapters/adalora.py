@@ -14,15 +14,15 @@ from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number,
 class AdaLoRAArray(MethodArray):
     """AdaLoRA: adds `scaling * b diag(e) a`, i.e. a low-rank matrix parameterised like its SVD.
 
-    This makes it possible to prune ranks from those layers that need them the least. Note that we don't
+    This makes it possible to prune ranks from the layers that need them the least. Note that we don't
     implement the pruning itself, but only train the ranks that are left.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: of shape `(..., rank, inputs)`. Multiple input axes are flattened.
-    - `b`: of shape `(..., outputs, rank)`. Multiple output axes are flattened.
-    - `e`: the diagonal, of shape `(..., rank)`.
+    - `a`: has shape `(..., rank, inputs)`. Multiple input axes are flattened.
+    - `b`: has shape `(..., outputs, rank)`. Multiple output axes are flattened.
+    - `e`: the diagonal, with shape `(..., rank)`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 

@@ -88,7 +88,7 @@ class ALoRAArray(AdaptedArray):
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """Returns the weight for those tokens that the adapter acts on."""
+        """Returns the weight for the tokens that the adapter acts on."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -114,7 +114,7 @@ class ALoRAArray(AdaptedArray):
 
 @register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
-    """Multiplies every token by the base, then adds the low-rank change for those tokens that are active."""
+    """Multiplies every token by the base, then adds the low-rank change for active tokens."""
     on_left = isinstance(x, ALoRAArray)
     w, x = (x, y) if on_left else (y, x)
     _, of_x = dot_axes(w, x, params["dimension_numbers"], on_left=on_left)

@@ -16,13 +16,13 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, starts
 class BOFTArray(MethodArray):
     """Butterfly orthogonal fine-tuning: rotates the inputs and scales the outputs.
 
-    The rotation is a product of orthogonal matrices, each of which is block-diagonal up to a different
-    permutation of the inputs.
+    The rotation is a product of orthogonal matrices, each block-diagonal up to a different permutation of the
+    inputs.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `blocks`: `n` blocks of size `b` for each matrix, of shape `(..., factors, n, b, b)`, where `n * b` is
+    - `blocks`: `n` blocks of size `b` for each matrix, with shape `(..., factors, n, b, b)`, where `n * b` is
         the number of inputs. The orthogonal matrices are the Cayley transforms of their skew-symmetric parts.
     - `scale`: factors for the outputs, of shape `(..., *outputs)`.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].

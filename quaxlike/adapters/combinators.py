@@ -2,7 +2,7 @@
 
 As in `LoraArray`, a weight can have several output and input axes, in any order. On the other hand, the
 matrices that adapt it always have the shape `(*batch, outputs, inputs)`, with the weight axes flattened in
-the order of `out_axes` and `in_axes`.
+`out_axes` and `in_axes` order.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..core.values import is_value, materialise
 
 
 class Combinator(AdaptedArray):
-    """Base class for combinators, i.e. the arrays which the adapters of published methods are composed of."""
+    """Base class for combinators, i.e. the arrays from which published adapter methods are composed."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
@@ -41,7 +41,7 @@ class Combinator(AdaptedArray):
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
-    """Returns the shape of the weight, preceded by the batch axes of all parts."""
+    """Returns the weight's shape, preceded by the batch axes of all parts."""
     own = labels_of(x)
     sizes: dict[int, int] = {}
     for name, labels in own.items():
@@ -102,7 +102,7 @@ class SumArray(Combinator):
         return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
 
     def adds_nothing(self) -> bool:
-        """Returns whether `delta` is zero if all of its arrays are zero, i.e. whether it's linear in them."""
+        """Returns whether `delta` is zero if all its arrays are zero, i.e. whether it's linear in them."""
         return not is_value(self.delta) or bool(self.delta.linear)
 
 
@@ -248,7 +248,7 @@ class HadamardArray(Combinator):
         return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
 
     def arranged(self) -> Any:
-        """Returns the factor with its axes in the same order as the axes of this array."""
+        """Returns the factor with its axes in the same order as this array's axes."""
         own = labels_of(self)["factor"]
         return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
 
@@ -266,5 +266,5 @@ def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
 
 
 def spread(x: AdaptedArray, w: Any) -> Any:
-    """Broadcasts the base over all batch axes of `x`, some of which might only belong to its other parts."""
+    """Broadcasts the base over all batch axes of `x`, even if only its other parts have them."""
     return w if w.shape == x.shape else quaxify(jnp.broadcast_to)(w, x.shape)

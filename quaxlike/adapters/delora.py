@@ -19,10 +19,10 @@ class DeLoRAArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: of shape `(..., rank, inputs)`. Multiple input axes are flattened.
-    - `b`: of shape `(..., outputs, rank)`. Multiple output axes are flattened.
-    - `strength`: the bound, of shape `(...)`.
-    - `column_norms`: the column norms of the weight at initialisation, of shape `(..., inputs)`. Not trained.
+    - `a`: has shape `(..., rank, inputs)`. Multiple input axes are flattened.
+    - `b`: has shape `(..., outputs, rank)`. Multiple output axes are flattened.
+    - `strength`: the bound, with shape `(...)`.
+    - `column_norms`: the weight's column norms at initialisation, with shape `(..., inputs)`. Not trained.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -33,8 +33,8 @@ class FourierFTArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `spectrum`: the nonzero coefficients, of shape `(..., n)`.
-    - `places`: their integer indices into the flattened `(outputs, inputs)` spectrum, of shape `(..., n)`.
+    - `spectrum`: the nonzero coefficients, with shape `(..., n)`.
+    - `places`: their integer indices into the flattened `(outputs, inputs)` spectrum, with shape `(..., n)`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
     - `seed`: the seed with which PEFT draws these `places`, and which its files store instead. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
@@ -81,7 +81,7 @@ def fourierft(
 ) -> FourierFTArray:
     """Uses the same frequencies as PEFT would draw with `seed`.
 
-    Note that these only depend on the size of a weight, so that weights of equal size share them.
+    Note that these only depend on a weight's size, so that equally large weights share them.
     """
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:

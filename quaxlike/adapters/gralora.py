@@ -20,10 +20,10 @@ class GraLoRAArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: of shape `(..., k, inputs / k, rank)`. For each of the `k` groups of inputs, this concatenates the
+    - `a`: has shape `(..., k, inputs / k, rank)`. For each of the `k` input groups, this concatenates the
         first factors of all blocks in that column.
-    - `b`: of shape `(..., k, rank, outputs / k)`. For each of the `k` groups of outputs, this concatenates
-        the second factors of all blocks in that row.
+    - `b`: has shape `(..., k, rank, outputs / k)`. For each of the `k` output groups, this concatenates the
+        second factors of all blocks in that row.
     - `general_a`, `general_b`: an additional low-rank change to the whole weight, as `a` and `b` in
         [`quaxlike.LoraArray`][]. Default: None.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.

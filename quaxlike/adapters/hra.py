@@ -18,7 +18,7 @@ class HRAArray(MethodArray):
     """Householder reflection adaptation: applies a chain of trained reflections to a layer's inputs.
 
     Under the hood, we don't apply the reflections one after the other. Instead, we use that a chain of `r`
-    reflections is equal to the identity plus a matrix of rank `r`.
+    reflections is equal to the identity plus a rank-`r` matrix.
 
     **Arguments:**
 

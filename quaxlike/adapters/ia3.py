@@ -1,4 +1,4 @@
-"""(IA)³: scales the outputs, inputs and biases of layers."""
+"""(IA)³: scales a layer's outputs, inputs and bias."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from .record import (
 
 
 class IA3Array(MethodArray):
-    """(IA)³: scales each output or each input of a layer by a trained factor.
+    """(IA)³: scales each of a layer's outputs or inputs by a trained factor.
 
     **Arguments:**
 
@@ -78,8 +78,8 @@ class ScaledBias(TransparentValue):
 
     **Arguments:**
 
-    - `w`: the bias of the layer, which is frozen.
-    - `factor`: a factor for each element of the bias.
+    - `w`: the layer's bias, which is frozen.
+    - `factor`: a factor for each bias element.
     """
 
     factor: Any

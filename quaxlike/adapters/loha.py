@@ -24,14 +24,14 @@ class LoHaArray(MethodArray):
     """LoHa: adds the elementwise product of two low-rank matrices, `scaling * (a_1 b_1) * (a_2 b_2)`.
 
     The rank of this product is at most `r²`. If this is small enough then we treat it as a low-rank change,
-    and otherwise we materialise it, depending on which of the two is cheaper.
+    and otherwise we materialise it, depending on which is cheaper.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a_1`, `a_2`: of shape `(..., outputs, r)`.
-    - `b_1`, `b_2`: of shape `(..., r, inputs)`. Multiple input axes are flattened.
-    - `core_1`, `core_2`: cores of shape `(r, r, *window)`, for convolution kernels in Tucker form. Each
+    - `a_1`, `a_2`: have shape `(..., outputs, r)`.
+    - `b_1`, `b_2`: have shape `(..., r, inputs)`. Multiple input axes are flattened.
+    - `core_1`, `core_2`: cores with shape `(r, r, *window)`, for convolution kernels in Tucker form. Each
         matrix is then `core` multiplied by both `a` and `b`, with `b` of shape `(r, channels)`. Default:
         None.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.

@@ -30,10 +30,11 @@ class LoKrArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `first`: of shape `(..., o_1, i_1)`, or `(..., o_1, r)` if `first_b` is given.
-    - `second`: of shape `(..., o_2, i_2)`, or `(..., o_2, r)` if `second_b` is given. Here `o_1 * o_2` is the
-        number of outputs, and `i_1 * i_2` the number of inputs. Multiple output or input axes are flattened.
-    - `first_b`, `second_b`: the second factors of either matrix, of shape `(..., r, i_1)` and `(..., r,
+    - `first`: has shape `(..., o_1, i_1)`, or `(..., o_1, r)` if `first_b` is given.
+    - `second`: has shape `(..., o_2, i_2)`, or `(..., o_2, r)` if `second_b` is given. Here `o_1 * o_2` is
+        the number of outputs, and `i_1 * i_2` the number of inputs. Multiple output or input axes are
+        flattened.
+    - `first_b`, `second_b`: the second factors of either matrix, with shapes `(..., r, i_1)` and `(..., r,
         i_2)`. Default: None.
     - `core`: a core of shape `(r, r, *window)`, for convolution kernels in Tucker form. The second matrix is
         then `core` multiplied by both `second` and `second_b`, with `second_b` of shape `(r, channels)`.
@@ -143,7 +144,7 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns the limit on the first factors, along with whether the first matrices are low-rank too.
 
-    PEFT doesn't store the shapes of the matrices, so we need to find a limit that reproduces all of them.
+    PEFT doesn't store the matrix shapes, so we need to find a limit that reproduces them all.
     """
     shapes: dict[str, Any] = {}  # the shapes of both matrices, excluding the window
     for name, layer in layers.items():

@@ -328,7 +328,7 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 
 
 def _started(layers: Mapping[str, Written]) -> str | bool:
-    """Returns the value of `init_lora_weights`.
+    """Returns the value for the `init_lora_weights` option.
 
     **Raises:** `ValueError` if this can't represent what was subtracted from the base.
     """

@@ -27,11 +27,11 @@ from .combinators import whole_shape
 
 
 class MethodArray(AdaptedArray):
-    """Base class for the adapters of published methods.
+    """Base class for published adapter methods.
 
     Subclasses store the trained parameters and implement `composed`, which expresses the adapted weight in
-    terms of combinators. All operations are then delegated to the result of `composed`, which means that a
-    new method typically doesn't need any rules.
+    terms of combinators. All operations are then delegated to what `composed` returns, which means that a new
+    method typically doesn't need any rules.
     """
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
@@ -54,7 +54,7 @@ class MethodArray(AdaptedArray):
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
     def scaled(self, name: str) -> Any:
-        """Returns a part (i.e. the field of this name) multiplied by the scaling.
+        """Returns a part (i.e. the field with this name) multiplied by the scaling.
 
         Note that stacked adapters can differ in their scaling, so we need to line up the batch axes first.
         """

@@ -14,8 +14,8 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, one_of, star
 class MiSSArray(MethodArray):
     """Matrix shard sharing: sums over groups of inputs, then multiplies the result by a trained matrix.
 
-    Mathematically speaking, this is the same as adding a periodic repetition of the trained matrix to the
-    weight.
+    Mathematically speaking, this is the same as periodically repeating the trained matrix and adding it to
+    the weight.
 
     **Arguments:**
 

@@ -37,9 +37,9 @@ class OFTArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `skew`: the elements above the diagonal of each `b x b` skew-symmetric matrix, in row-major order, of
+    - `skew`: the elements above the diagonal of each `b x b` skew-symmetric matrix, in row-major order, with
         shape `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
-    - `terms`: the number of terms of the Neumann series that approximates the inverse in the Cayley
+    - `terms`: the number of terms in the Neumann series that approximates the inverse in the Cayley
         transform, counted as in PEFT. Default: None, for the exact inverse.
     - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). The
         clipping is ignored when differentiating. Default: None.
@@ -182,7 +182,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
     """Returns either the block size (if this is the same for all layers) or the number of blocks.
 
-    The other is 0, as PEFT's configuration only allows one of them to be set.
+    The other is 0, as PEFT's configuration only allows either to be set.
     """
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:

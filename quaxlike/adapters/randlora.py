@@ -31,17 +31,17 @@ class RandLoRAArray(MethodArray):
     """RandLoRA: adds a full-rank matrix, as a sum of random low-rank matrices.
 
     The random matrices are frozen and shared by all layers. We only train `scale` and `gamma`, which scale
-    the rows and columns of `a` separately for each term. Note that we compute the sum as a product of two
-    factors, and the total size of these is roughly that of the weight.
+    the rows and columns of `a` separately for each term. Note that we compute the sum by multiplying two
+    factors, which together are roughly as large as the weight.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: of shape `(..., rank, 1, n)`. Only the first `min(outputs, inputs)` columns are used.
-    - `b`: of shape `(..., m, max_bases, rank)`. Only the first `max(outputs, inputs)` rows and the first
+    - `a`: has shape `(..., rank, 1, n)`. Only the first `min(outputs, inputs)` columns are used.
+    - `b`: has shape `(..., m, max_bases, rank)`. Only the first `max(outputs, inputs)` rows and the first
         `bases` bases are used.
-    - `scale`: of shape `(..., rank, bases)`.
-    - `gamma`: of shape `(..., bases, min(outputs, inputs))`.
+    - `scale`: has shape `(..., rank, bases)`.
+    - `gamma`: has shape `(..., bases, min(outputs, inputs))`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
     - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
         Default: None, for arbitrary matrices.

@@ -1,8 +1,8 @@
 """PyTorch's random number generator on CPU, along with the matrices that PEFT draws with it.
 
-PEFT can omit these matrices from the files of VeRA and RandLoRA, in which case we must reproduce them bitwise
-in order to load the adapter. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`, so
-we can do this without PyTorch.
+PEFT can omit these matrices from VeRA and RandLoRA files, in which case we must reproduce them bitwise in
+order to load the adapter. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`, so we
+can do this without PyTorch.
 """
 
 import math

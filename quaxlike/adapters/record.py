@@ -1,4 +1,4 @@
-"""`Method`: the record of a published method, i.e. its array type, initialisation, and file format."""
+"""`Method`: the record for a published method, i.e. its array type, initialisation, and file format."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ class Option(NamedTuple):
     is_recent: bool = False
     """Whether to omit this entry if it has its default value.
 
-    This is because older versions of PEFT don't support this entry.
+    This is because older PEFT versions don't support this entry.
     """
 
 
@@ -128,8 +128,8 @@ class Layer:
     def option(self, name: str, pattern: str | None = None) -> Any:
         """Returns the value of an option for this layer.
 
-        If given, `pattern` is the name of another option, which can override the value in particular layers.
-        For example, `rank_pattern` overrides `r`.
+        If given, `pattern` names another option, which can override the value in particular layers. For
+        example, `rank_pattern` overrides `r`.
         """
         value = self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
@@ -152,9 +152,9 @@ class Layer:
         return self._file.shape(self._keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
-        """Reads a tensor, raising an error if it isn't of this shape.
+        """Reads a tensor, raising an error if it doesn't have this shape.
 
-        We also keep track of which tensors were read. See `check_all_read`.
+        We also track which tensors were read. See `check_all_read`.
         """
         self.shape_of(part)
         self._unread.discard(part)
@@ -191,9 +191,9 @@ class Written(NamedTuple):
     array: Any
     layout: Layout
     bias: Any
-    """The bias of the layer (or the Value which replaced it), if there is one."""
+    """The layer's bias (or the Value which replaced it), if there is one."""
     path: str
-    """The name of the array in the model."""
+    """The array's name in the model."""
     kind: str
     """The kind of its layout, or "parameter", as in `Layer`."""
 
@@ -215,7 +215,7 @@ class Written(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight to adapt, along with the shapes of its batch axes, outputs and inputs.
+    """A weight to adapt, along with its batch, output and input shapes.
 
     This also has some utilities for initialising the parameters of a new adapter.
     """
@@ -226,7 +226,7 @@ class Weight(NamedTuple):
     out: tuple[int, ...]
     into: tuple[int, ...]
     dtype: Any
-    """The dtype of new parameters. This is the dtype of the weight, or float32 if the weight is 16-bit."""
+    """The dtype of new parameters. This is the weight's dtype, or float32 if the weight is 16-bit."""
     keys: Any
 
     @property
@@ -263,7 +263,7 @@ class Weight(NamedTuple):
 
 
 def starts(start: Callable[..., Any]) -> Start:
-    """Wraps a function of a `Weight` and some options, for use as the `make` of [`quaxlike.adapt`][].
+    """Wraps a function of a `Weight` and some options, for use as `make` in [`quaxlike.adapt`][].
 
     We also update the signature, because this is inspected by `adapt`.
     """
@@ -284,20 +284,20 @@ def starts(start: Callable[..., Any]) -> Start:
 
 
 class Method(NamedTuple):
-    """The record of one of PEFT's methods."""
+    """The record for a PEFT method."""
 
     peft_type: str
     type: type[AdaptedArray] | tuple[type[AdaptedArray], ...]
     start: Start
     """Creates a new adapter on a weight. This is a valid `make` for [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
-    """Maps the names used in `read` and `write` to the suffixes of tensors in the file."""
+    """Maps the names used in `read` and `write` to tensor suffixes in the file."""
     options: Mapping[str, Option]
-    """Configuration entries that affect the adapter, not including those which are common to all methods."""
+    """Configuration entries that affect the adapter, except for the ones common to all methods."""
     read: Callable[[Layer], Any]
     """Returns either the adapted weight, or a pair of this and a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns the tensors of a layer (by part) and its options.
+    """Returns a layer's tensors (by part) and its options.
 
     This should be `None` if the array is `rewritten`.
     """
@@ -312,12 +312,12 @@ class Method(NamedTuple):
     settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
     """Returns the entries that depend on all layers at once.
 
-    If these replace any options of individual layers, then this should pop those options.
+    If these replace any options for individual layers, then this should pop them.
     """
     informative: Collection[str] = ("init_weights",)
     """Entries that only concern initialisation or training, so we can ignore them for a trained adapter."""
     shared: Mapping[str, str] = {}
-    """The names (without the prefix) of tensors that belong to the whole model."""
+    """The names (without the prefix) for tensors that belong to the whole model."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
     """Called once before any layers are read, with the layers and the `shared` tensors in the file.
 
@@ -328,30 +328,30 @@ class Method(NamedTuple):
     entry: str = "target_modules"
     """The configuration entry that lists the adapted layers."""
     named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
-    """Returns the candidates for each layer listed in `entry`, given the layouts of all layers.
+    """Returns the candidates for each layer listed in `entry`, given the layouts for all layers.
 
-    The file should contain exactly one of the candidates. Note that this is only used if `entry` is something
-    other than `target_modules`.
+    The file should contain exactly one candidate. Note that this is only used if `entry` is something other
+    than `target_modules`.
     """
     beside: Sequence["Method"] = ()
     """Methods for other layers, whose adapters can be included in the same file."""
     refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
     """Returns an unsupported option (if there is one) and the reason why it isn't supported.
 
-    The reason can contain `{}` as a placeholder for the value of the option.
+    The reason can contain `{}` as a placeholder for the option's value.
     """
     read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
     """Reads a stack of weights, given its name and its layers in order.
 
-    Some of these layers might not be adapted, in which case they don't have any tensors in the file.
+    Some layers might not be adapted, in which case they don't have any tensors in the file.
     """
     tied: Mapping[str, str] = {}
-    """Maps parts of an embedding adapter to the (transposed) parts of the adapter for a tied output layer.
+    """Maps parts of an embedding adapter to the (transposed) parts in the adapter for a tied output layer.
 
     This is empty if the file format doesn't support adapters for tied output layers.
     """
     rewritten: Callable[[Any], Any] | None = None
-    """Converts the array to one of another method, which is then written to the file instead."""
+    """Converts the array to another method, which is then written to the file instead."""
 
     @property
     def name(self) -> str:
@@ -367,11 +367,11 @@ class Method(NamedTuple):
 
 
 def as_written(path: str, x: Any) -> float | int:
-    """Converts a hyperparameter of an adapter to a Python number, undoing float32 rounding if possible.
+    """Converts an adapter's hyperparameter to a Python number, undoing float32 rounding if possible.
 
     For example, a scaling of 0.1 that was stored in float32 is written as 0.1 rather than 0.10000000149.
 
-    **Raises:** `ValueError` if it is traced, or if its value differs between the layers of a stack.
+    **Raises:** `ValueError` if it is traced, or if its value differs between stacked layers.
     """
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"A number of the adapter on {path} is traced. Save adapters outside of `jax.jit`.")
@@ -389,7 +389,7 @@ def as_written(path: str, x: Any) -> float | int:
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
     """Shortens names to their last components, as is common in PEFT's configuration files.
 
-    Names that would then also match one of `others` are left unchanged.
+    Names that would then also match any in `others` are left unchanged.
     """
 
     def last(name: Any) -> Any:

@@ -42,7 +42,7 @@ class _Product:
     """The product of an adapted array `w` with `x`, plus operations that are shared between combinators.
 
     We track axes by integer labels (a bit like the indices of `einsum`), because the parts of `w` can have
-    their axes in different orders. The axes of `w` have the labels 0, 1, ... and each axis of `x` has the
+    their axes in different orders. The axes of `w` have the labels 0, 1, ... and each axis of `x` shares the
     label of the axis that it is contracted or batched with, if any, or otherwise a new label starting from
     `w.ndim`.
     """
@@ -75,9 +75,9 @@ class _Product:
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
         keep: Collection[int], **params: Any,
     ) -> tuple[Any, Labels]:  # fmt: skip
-        """Multiplies by a matrix whose last two axes each correspond to a (flattened) group of axes.
+        """Multiplies by a matrix whose last two axes each correspond to a (flattened) axis group.
 
-        To do so, we flatten these axes of `x` beforehand, and then unflatten those of the result.
+        To do so, we flatten these axes of `x` beforehand, and then unflatten the result's axes.
         """
         for group in groups:
             x, labels = _merged(x, labels, group)
@@ -183,7 +183,7 @@ def _inexact(x: Any, w: Any) -> Any:
 
 
 def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
-    """Flattens a group of axes into a single axis, which keeps the label of the first of them."""
+    """Flattens a group of axes into a single axis, which keeps the first one's label."""
     if len(group) == 1 or group[0] not in labels:
         return x, labels
     order = [*(i for i in labels if i not in group), *group]

@@ -38,7 +38,7 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 
     This happens once, before any adapters are created. We call `draw(generator, inputs, outputs, rank,
     options)` with the maximum number of inputs and outputs over all weights, so that the matrices are large
-    enough for each of them.
+    enough for each weight.
     """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 

@@ -23,10 +23,10 @@ class VeRAArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `a`: of shape `(..., rank, n)`. Only the first `num_inputs` columns are used.
-    - `b`: of shape `(..., m, rank)`. Only the first `num_outputs` rows are used.
-    - `scale_a`: of shape `(..., rank)`.
-    - `scale_b`: of shape `(..., *outputs)`.
+    - `a`: has shape `(..., rank, n)`. Only the first `num_inputs` columns are used.
+    - `b`: has shape `(..., m, rank)`. Only the first `num_outputs` rows are used.
+    - `scale_a`: has shape `(..., rank)`.
+    - `scale_b`: has shape `(..., *outputs)`.
     - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
         Default: None, for arbitrary matrices.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].

@@ -144,8 +144,8 @@ def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Imag
 def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
     """Saves the figure as a PNG.
 
-    All methods are compared against the first one. The predictions are those of the last method: `upright`
-    and `turned` show the same digits, but the models only see the latter.
+    All methods are compared against the first one. The predictions are the last method's: `upright` and
+    `turned` show the same digits, but the models only see the latter.
     """
     figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]

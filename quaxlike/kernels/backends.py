@@ -56,7 +56,7 @@ def backend(name: str | None) -> Iterator[None]:
     """Runs every kernel inside this context on the backend `name`, provided that it supports the operation.
 
     This is useful for e.g. testing. Backends for other platforms are interpreted if possible. For example,
-    using `"tpu"` on a CPU runs the TPU kernels in the interpret mode of Pallas, which is slow. If the backend
+    using `"tpu"` on a CPU runs the TPU kernels in Pallas's interpret mode, which is slow. If the backend
     doesn't support an operation, then we fall back to the next best one and emit a `KernelFallbackWarning`.
 
     !!! example
@@ -97,7 +97,7 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     - `primitive`: a kernel primitive: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
     - `operands`: the primitive's inputs. Can be arrays, or anything else with a shape and a dtype.
-    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the platform of the default device.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the default device's platform.
     - `params`: the primitive's parameters.
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice] for these operands.
@@ -127,8 +127,8 @@ def kernel_primitive(
     - `choose`: a function `choose(platform, *operands, backend, partitioned, **params) -> Choice`. Here
         `partitioned` indicates that XLA will partition the program across devices.
     - `reference`: computes the operation on any platform. Any rules that are not given are derived from this.
-    - `result`: a function `result(*leaves, **params)` that returns the shape and dtype of the output. If
-        `None`, we obtain these by tracing the reference, which is slower.
+    - `result`: a function `result(*leaves, **params)` that returns the output's shape and dtype. If `None`,
+        we obtain these by tracing the reference, which is slower.
     - `partitioning`: a function `partitioning(*operands, **params)` that returns how to partition the
         operation, so that every device runs the kernel on its own shard. It should return `None` if this
         isn't possible.
@@ -204,7 +204,7 @@ def _split(
     *leaves: Any,
     **params: Any,
 ) -> jax.Array:
-    """Runs the operation on the shard of each device or, if this isn't possible, lets XLA partition it."""
+    """Runs the operation on each device's shard or, if this isn't possible, lets XLA partition it."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
@@ -214,7 +214,7 @@ def _split(
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Returns whether XLA partitions the program over a known mesh, with all of its axes available."""
+    """Returns whether XLA partitions the program over a known mesh, with all its axes available."""
     axes = context.module_context.axis_context
     if not isinstance(axes, mlir.ShardingContext):
         return False
@@ -296,9 +296,9 @@ def first_choice(
 
 
 def device_platform() -> str:
-    """Returns the platform of the default device, which is `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+    """Returns the default device's platform, which is `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
 
-    (In JAX, `Device.platform` doesn't distinguish between different kinds of GPUs.)
+    (In JAX, `Device.platform` doesn't distinguish between different kinds of GPU.)
     """
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -327,8 +327,8 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
     **Arguments:**
 
     - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which the
-        output of Mosaic GPU can be assembled.
+    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which
+        Mosaic GPU's output can be assembled.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"

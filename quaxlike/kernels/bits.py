@@ -12,7 +12,7 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """Returns the smallest number of codes that fill a whole number of bytes. For 4 bits, this is 2."""
+    """Returns the smallest number of codes that fill whole bytes. For 4 bits, this is 2."""
     return math.lcm(8, bits) // bits
 
 
@@ -29,10 +29,10 @@ def planes(packed: Any, bits: int) -> list[Any]:
 
     **Arguments:**
 
-    - `packed`: a NumPy or JAX array of dtype uint8 and shape `(..., bytes)`.
+    - `packed`: a uint8 NumPy or JAX array of shape `(..., bytes)`.
     - `bits`: the number of bits per code, from 1 to 8.
 
-    **Returns:** the uint8 codes of each plane, padded with zeros to a multiple of `stride` codes overall.
+    **Returns:** each plane's uint8 codes, padded with zeros to a multiple of `stride` codes overall.
     """
     if bits == 8:
         return [packed]

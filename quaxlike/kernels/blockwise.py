@@ -1,9 +1,9 @@
 """Block-wise quantisation and dequantisation, with results that are bitwise identical to bitsandbytes.
 
-The tables of values and thresholds are precomputed once using NumPy. We could also compute them with JAX, but
-then a compiler pass might reassociate or contract the arithmetic that determines a code. If we rounded
-differently even once, then our codes would differ from the ones in published checkpoints. As XLA only sees
-constants, the results are the same on every backend.
+The value and threshold tables are precomputed once using NumPy. We could also compute them with JAX, but then
+a compiler pass might reassociate or contract the arithmetic that determines a code. If we rounded differently
+even once, then our codes would differ from the ones in published checkpoints. As XLA only sees constants, the
+results are the same on every backend.
 """
 
 import functools
@@ -56,8 +56,8 @@ INT4: FloatArray = _frozen(np.arange(16) - 8)
 def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.ndarray, "_"]]:
     """Returns `bounds` and `codes`, so that the entry nearest to `v` has code `codes[(v > bounds).sum()]`.
 
-    Ties are broken towards the smaller value. Note that FP4 has two zeros. The first of these is used for
-    values up to and including zero, and the second one is used for values above zero.
+    Ties are broken towards the smaller value. Note that FP4 has two zeros. The first is used for values up to
+    and including zero, and the second one is used for values above zero.
     """
     values = np.asarray(codebook, np.float32)
     order = np.argsort(values, kind="stable")
@@ -98,10 +98,10 @@ def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
 def dynamic_bounds() -> FloatArray:
     """Returns thresholds for which the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
 
-    In bitsandbytes, the code is looked up in a table of 65,536 equally sized bins. Close to zero, a bin spans
-    several codes, so the resulting code isn't always the nearest one, and we need to reproduce this.
-    Fortunately, the map from value to bin to code is monotone. This means that we can represent it by a list
-    of thresholds, without needing either the table or the arithmetic that determines a bin.
+    In bitsandbytes, the code is looked up in a table with 65,536 equally sized bins. Close to zero, a bin
+    spans several codes, so the resulting code isn't always the nearest one, and we need to reproduce this.
+    Fortunately, the map from value to bin to code is monotone. This means that we can represent it by
+    thresholds alone, without needing either the table or the arithmetic that determines a bin.
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
@@ -168,8 +168,8 @@ def quantize_codebook(
     """Quantises an array to 4-bit codes, scaling each block by its largest magnitude.
 
     The array is flattened in row-major order and split into blocks, the last of which can be partial. Each
-    byte packs two codes, with the first one in the high nibble. If the number of elements is odd, then we pad
-    with the code for zero. Subnormal values are treated as zero, as is usual in XLA.
+    byte packs two codes, with the first one in the high nibble. For an odd number of elements, we pad with
+    the code for zero. Subnormal values are treated as zero, as is usual in XLA.
 
     **Arguments:**
 
@@ -212,8 +212,8 @@ def quantize_scales(
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
     """Quantises block scales ("double quantisation"), from 32 bits to 8 bits each.
 
-    We subtract the mean of all scales, normalise blocks of 256 by their largest magnitude, and then encode
-    these using the signed dynamic 8-bit map. This matches the CPU implementation in bitsandbytes.
+    We subtract the mean scale, normalise blocks of 256 by their largest magnitude, and then encode these
+    using the signed dynamic 8-bit map. This matches the CPU implementation in bitsandbytes.
 
     **Returns:** the codes, the second-level scales, and the mean.
     """
@@ -238,8 +238,8 @@ def quantize_int(
 
     - `x`: an array of any floating dtype. The computation is performed in float32.
     - `largest`: the integer that represents a block's largest magnitude, e.g. 127 for int8.
-    - `block_size`: the number of elements that share a scale; the last block of a row can be partial. If
-        `None`, then there is a single scale per row.
+    - `block_size`: the number of elements that share a scale; a row's last block can be partial. If `None`,
+        then there is a single scale per row.
 
     **Returns:** the integers, and the scales `absmax / largest`, so that value = integer · scale.
     """
@@ -315,7 +315,7 @@ def dequantize_scales(
 ) -> Float32[Array, " blocks"]:
     """Dequantises block scales from `quantize_scales`, as map · scale + offset.
 
-    Importantly, both of these operations are rounded separately.
+    Importantly, both operations are rounded separately.
 
     **Arguments:**
 

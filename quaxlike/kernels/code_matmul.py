@@ -50,21 +50,21 @@ def code_matmul(
     limit: float | None = None,
     rounds_gradients: bool = False,
 ) -> Float32[Array, "*batch n"]:
-    """Computes `x @ W.T` for a weight of 8-bit codes, rounding each row of `x` to 8 bits.
+    """Computes `x @ W.T` for a weight with 8-bit codes, rounding each row of `x` to 8 bits.
 
     **Arguments:**
 
     - `x`: has shape `(*batch, K)`.
-    - `codes`: has shape `(N, K)`. Either int8, or the bytes of float8.
-    - `scale`: has shape `(N, groups)`, with one scale for every group of codes in a row. All groups must have
-        the same length.
+    - `codes`: has shape `(N, K)`. Either int8, or float8 bytes.
+    - `scale`: has shape `(N, groups)`, with one scale for every code group in a row. All groups must have the
+        same length.
     - `activations`: how to round `x`, and how to interpret the codes: a key of `ACTIVATIONS`.
     - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We differentiate this
-        in place of the actual function, i.e. we use straight-through estimation for the rounding.
+        rather than the actual function, i.e. we use straight-through estimation for the rounding.
     - `limit`: the magnitude of `x` that the largest code represents. Defaults to the largest magnitude in
         each row.
     - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes. To
-        do so, we round each row of the cotangent of `y`. This only supports reverse-mode autodifferentiation.
+        do so, we round each row of `y`'s cotangent. This only supports reverse-mode autodifferentiation.
 
     **Raises:** `ValueError` if a group has too many integers to be accumulated in int32.
     """

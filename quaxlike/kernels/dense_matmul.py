@@ -1,8 +1,8 @@
 """Products of a few rows with dense arrays, for which XLA's CPU compiler generates slow code.
 
 We use a primitive for this, so that we can decide how to compute a product when it is lowered. It is only
-then that we know the total number of rows, as there might be further rows from `jax.vmap`. The results match
-those of XLA up to rounding.
+then that we know the total number of rows, as `jax.vmap` might add further rows. The results match XLA's up
+to rounding.
 """
 
 import functools
@@ -35,13 +35,13 @@ def dense_matmul(
 
     On CPUs, products of a few rows use the native library if it is available, because this reads the weight
     just once and at memory bandwidth. If it isn't available and there is a single bfloat16 row, then we
-    convert to float32 whilst reading the weight, because XLA would convert all of it beforehand. Other dtypes
+    convert to float32 whilst reading the weight, because XLA would convert it all beforehand. Other dtypes
     and platforms simply use `lax.dot_general`.
 
     **Arguments:**
 
     - `weight_first`: whether this was originally `w` times `x`. This doesn't affect the result, but matters
-        for interpreters that depend on the order of operands.
+        for interpreters that depend on operand order.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
     # If the operands are sharded, or if the user has requested a precision, then leave the product to XLA.
@@ -74,7 +74,7 @@ def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Fl
     """Computes `x @ w` for stacks of matrices, such as the queries and keys for every head.
 
     The result is in float32 and is differentiable with respect to both operands. On CPUs, we use the native
-    library if it is available, which multiplies whilst reading the rows of each matrix.
+    library if it is available, which multiplies whilst reading each matrix's rows.
     """
     return stacked_matmul_p(*vary_alike((x, w)))
 

@@ -1,4 +1,4 @@
-"""A small embedded language for writing GPU programs at the level of a single thread, which emits MLIR.
+"""A small embedded language for writing per-thread GPU programs, which emits MLIR.
 
 Usually we would write kernels in terms of arrays. However, this gets in the way when data must be kept in
 registers, in exactly the layout that a particular instruction expects. For this purpose, Mosaic GPU allows
@@ -109,7 +109,7 @@ def round_to(x: Reg, dtype: str) -> Reg:
 
 
 def widen(x: Reg) -> Reg:
-    """Zero-extends the bits of a narrow value to an unsigned 32-bit integer."""
+    """Zero-extends a narrow value's bits to an unsigned 32-bit integer."""
     if not isinstance(x.value.type, ir.IntegerType):
         width = ir.IntegerType.get_signless(x.value.type.width)
         x = Reg(arith.bitcast(width, x.value))
@@ -140,12 +140,12 @@ def to_float32(x: Reg) -> Reg:
 
 
 def thread_index() -> Reg:
-    """Returns the index of this thread within its block."""
+    """Returns this thread's index within its block."""
     return _index(gpu.thread_id(gpu.Dimension.x))
 
 
 def block_index() -> Reg:
-    """Returns the index of this block within a one-dimensional grid."""
+    """Returns this block's index within a one-dimensional grid."""
     return _index(gpu.block_id(gpu.Dimension.x))
 
 
@@ -172,7 +172,7 @@ class MemoryRegion:
     def load(self, offset: Reg, dtype: str, count: int = 1) -> list[Reg]:
         """Loads `count` consecutive values in a single access.
 
-        The offset must be a multiple of the size of the whole access, not just of a single value.
+        The offset must be a multiple of the whole access size, not just the size of a single value.
         """
         dtype_ = _types()[dtype]
         size = _BYTES[dtype] * count
@@ -199,7 +199,7 @@ class MemoryRegion:
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:
-        """Stores consecutive values, all of the same dtype, using a single access."""
+        """Stores consecutive values, all with the same dtype, using a single access."""
         first, *others = (n.value for n in numbers)
         if others:
             vector_type = ir.VectorType.get((len(numbers),), first.type)
@@ -219,7 +219,7 @@ def inline_ptx(
 ) -> list[Reg]:
     """Emits a PTX instruction without side effects.
 
-    In the text of the instruction, `$0`, `$1` etc. refer first to the results and then to the operands.
+    In the instruction text, `$0`, `$1` etc. refer first to the results and then to the operands.
     """
     constraints = ",".join([constraint] * len(results) + [c for _, c in operands])
     values = [value for value, _ in operands]
@@ -243,7 +243,7 @@ def commit_copies() -> None:
 
 
 def wait_for_copies(pending: int) -> None:
-    """Waits until at most `pending` groups of copies by this thread are still in flight."""
+    """Waits until at most `pending` copy groups by this thread are still in flight."""
     _effect(f"cp.async.wait_group {pending};")
 
 
@@ -251,12 +251,12 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
     """Computes `acc + a @ b` collectively across a warp, with shapes (16, 16) and (16, 8), and float32 `acc`.
 
     Each thread holds a fragment of every matrix. Let group = lane // 4 and quad = lane % 4. The fragments of
-    `a` and `b` have two adjacent elements per register, and consist of:
+    `a` and `b` have two adjacent elements per register, and contain:
 
     - for `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
     - for `b`: (2·quad …, group), (2·quad + 8 …, group).
 
-    The fragment of `acc` has one element per register, and consists of (group, 2·quad), (group, 2·quad + 1),
+    The fragment of `acc` has one element per register, and contains (group, 2·quad), (group, 2·quad + 1),
     (group + 8, 2·quad), (group + 8, 2·quad + 1).
     """
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
@@ -285,7 +285,7 @@ def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], li
 
 
 def when(condition: Reg, body: Callable[[], None]) -> None:
-    """Emits `body`, which is only executed by those threads for which the condition holds."""
+    """Emits `body`, which is only executed by threads for which the condition holds."""
     if_op = scf.IfOp(condition.value)
     with ir.InsertionPoint(if_op.then_block):
         body()

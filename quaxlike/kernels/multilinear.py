@@ -41,7 +41,7 @@ def vary_alike(operands: _Tree) -> _Tree:
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
     """Returns zeros that vary over the same mesh axes as any of the operands, inside `shard_map`.
 
-    This is used to initialise the accumulator of a loop over products of these operands. (With ordinary
+    This is used to initialise the accumulator when looping over products of these operands. (With ordinary
     zeros, the loop would fail because its carry changes type.)
     """
     axes = frozenset().union(*map(compat.varying_axes, operands))
@@ -49,7 +49,7 @@ def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
 
 
 def is_spread(operands: Iterable[Any]) -> bool:
-    """Returns whether the type of any operand is sharded over explicit mesh axes."""
+    """Returns whether any operand's type is sharded over explicit mesh axes."""
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
@@ -84,14 +84,14 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def nonzero(tangent: Any) -> bool:
-    """Returns whether any leaf of an operand has a tangent. (`None` represents a symbolic zero.)"""
+    """Returns whether any leaf in an operand has a tangent. (`None` represents a symbolic zero.)"""
     return bool(jax.tree.leaves(tangent))
 
 
 def sum_tangents(
     p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], params: Mapping[str, Any]
 ) -> Any:
-    """Computes the tangent of a primitive that is linear in each of the operands that have a tangent."""
+    """Computes the tangent of a primitive that is linear in each operand that has a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
@@ -113,8 +113,8 @@ def map_rows(
 ) -> tuple[Any, int]:
     """A batching rule for primitives whose operands in `rows` can have arbitrary leading axes.
 
-    If only these operands are batched, then this is the same as adding more rows. On the other hand, batches
-    of weights are processed sequentially. In practice, a single weight is enough to keep the device busy, and
+    If only these operands are batched, then this is the same as adding more rows. On the other hand, batched
+    weights are processed sequentially. In practice, a single weight is enough to keep the device busy, and
     this means that kernels don't have to support batching.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]

@@ -18,7 +18,7 @@ from jaxtyping import Array
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
     """Returns the elements of `y` at some indices, or `fill` for padding.
 
-    The axes of the indices come first in the result, followed by any axes of `y` that aren't indexed.
+    The index axes come first in the result, followed by any axes of `y` that aren't indexed.
 
     **Arguments:**
 
@@ -44,7 +44,7 @@ def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
 def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Array:
     """Adds `values` to `y` at some indices. For booleans, takes the logical or instead.
 
-    The leading axes of `values` are the axes of the indices. See `get_at` for `at` and `num_batch`.
+    The leading axes of `values` are the index axes. See `get_at` for `at` and `num_batch`.
     """
     return _add_at(y, _without_slices(at), values, num_batch) if y.size else y
 
@@ -64,7 +64,8 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Returns clamped indices into all axes of `y`, along with a mask for those that were in bounds already.
+    """Returns clamped indices into all axes of `y`, along with a mask that marks which ones were in bounds
+    already.
 
     An index of `None` selects a whole axis.
     """

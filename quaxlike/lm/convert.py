@@ -14,7 +14,7 @@ another. Weights that no format of transformers holds are written in quaxlike's 
 
 
 def _dense_where_rounded(model: Any, scheme: Any) -> Any:
-    """Materialises those arrays that we are about to quantise again.
+    """Materialises the arrays that we are about to quantise again.
 
     Without this, an adapter would be merged into weights that are still quantised, which means that the
     result would be rounded twice.

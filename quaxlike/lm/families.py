@@ -31,7 +31,7 @@ class TensorLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The tensors of llama.cpp that make up one array, each with a part of its rows."""
+    """The llama.cpp tensors that make up one array, each with a part of its rows."""
 
     tensors: tuple[str, ...]
     """Their names within a block."""
@@ -41,7 +41,7 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """How llama.cpp's files for an architecture differ from those of transformers."""
+    """How llama.cpp's files for an architecture differ from transformers' files."""
 
     name: str
     """The value of `general.architecture`. If this is shared by several families, then we choose one whose
@@ -76,7 +76,7 @@ class Gguf:
     output: Literal["", "own", "tied"] = ""
     """Whether files must contain a separate output layer ("own"), must not ("tied"), or either ("")."""
     large: int = 0
-    """The number of layers of the one Gemma model that scales its scores by a different head size."""
+    """The number of layers in the only Gemma model that scales its scores by a different head size."""
     biases: bool = False
     """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise, these must be as in
     `config`, or False."""
@@ -96,7 +96,7 @@ _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity since some fields aren't hashable
 class Family:
-    """The options that distinguish a model family. All defaults are those of Llama."""
+    """The options that distinguish a model family. All defaults are Llama's."""
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
@@ -124,7 +124,7 @@ class Family:
     """The default value of `tie_word_embeddings`."""
 
     windows: int | Literal["upper", "lower"] | None = None
-    """Which layers use a sliding window: all except every n-th (0 for all), those from `max_window_layers` on
+    """Which layers use a sliding window: all except every n-th (0 for all), all from `max_window_layers` on
     ("upper"), every other layer below that ("lower"), or none. Overridden by `layer_types`."""
     window_switch: bool = False
     """Whether sliding windows are only used if `use_sliding_window` is set."""
@@ -161,13 +161,13 @@ class Family:
     """Whether experts interleave the gate and up projections, in which case these are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """Those entries in `OF_FEW` that this family uses. All others are ignored."""
+    """The entries in `OF_FEW` that this family uses. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of `config.json` entries to this family's names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of a model's parts to this family's names."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Maps parts to their names in files, if these differ from those in the model."""
+    """Maps parts to their names in files, if these differ from the names in the model."""
     beside: str = ""
     """A regular expression for parts that are found in some files but not used by us."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -179,7 +179,7 @@ class Family:
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
     """The classification heads that are available, as suffixes of transformers' class names."""
     head_stem: str = ""
-    """The prefix of these class names, if it differs from that of the decoder."""
+    """The prefix of these class names, if it differs from the decoder's prefix."""
     taken_for_experts: tuple[str, ...] = ()
     """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
     instead use `target_parameters`, which PEFT doesn't rewrite."""

@@ -188,7 +188,7 @@ def save(
     Arrays are saved under the same names as in the original checkpoint. If it has separate tensors for each
     expert, then the experts are split accordingly. The tokeniser, templates and generation settings are
     copied under the names that transformers usually gives them, replacing any that belong to another model.
-    In `config.json`, we update the sizes of the vocabulary, of learned positional embeddings and of the
+    In `config.json`, we update the sizes of the vocabulary, learned positional embeddings and the
     classification layer, as well as the architecture if [`quaxlike.lm.models.with_classifier`][] was used. A
     GGUF file contains all of these itself, but doesn't support classifiers.
 
@@ -203,7 +203,7 @@ def save(
         must be merged first.
     - `source`: the directory that the model was loaded from. For GGUF, this can also be a GGUF file.
     - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`. The latter is a directory for
-        [`quaxlike.lm.load`][] which can contain any type of weight, such as those produced by a recipe.
+        [`quaxlike.lm.load`][] which can contain any type of weight, such as the ones produced by a recipe.
     - `quantize`: the type to convert weights to, for GGUF: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`,
         `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`.
         Alternatively, a [`quaxlike.quantize`][] recipe or the name of one, where `"q4_k_m"`, `"q5_k_m"` and
@@ -281,7 +281,7 @@ _ROWS = {
 
 
 def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Updates the configuration of a checkpoint to match the shapes of the arrays in a model.
+    """Updates a checkpoint's configuration to match the array shapes in a model.
 
     **Raises:** `CheckpointError` if an array would still not match, or if a special token is outside a
     vocabulary that has been shrunk. (It wouldn't be possible to load such a checkpoint.)
@@ -551,9 +551,7 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _matrices_of(stack: Any, count: int) -> list[Any]:
-    """The inverse of `_joined`. Splits a stack into `count` matrices, each of which has some of the rows of
-    one expert.
-    """
+    """The inverse of `_joined`. Splits a stack into `count` matrices, each with some of an expert's rows."""
     experts, rows = stack.shape[:2]
     size = rows * experts // count
 
@@ -564,9 +562,7 @@ def _matrices_of(stack: Any, count: int) -> list[Any]:
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """Stacks `count` matrices, each of which is obtained by concatenating an equal number of consecutive
-    parts.
-    """
+    """Stacks `count` matrices, each obtained by concatenating an equal number of consecutive parts."""
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]

@@ -212,7 +212,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs for the arrays of a model, or of any tree in which their names have a prefix."""
+    """The specs for a model's arrays, or for any tree in which their names have a prefix."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Reads the tokeniser, chat templates and special tokens of a checkpoint, all of them as strings."""
+"""Reads a checkpoint's tokeniser, chat templates and special tokens, all as strings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`adapt`: adds adapters of any type to the weights of a model."""
+"""`adapt`: adds any type of adapter to a model's weights."""
 
 import functools
 import inspect
@@ -32,10 +32,10 @@ def adapt(
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     layout: Layouts = None,
 ) -> PyTree:
-    """Adds custom adapters to the weights of a model, leaving everything else unchanged.
+    """Adds custom adapters to a model's weights, leaving everything else unchanged.
 
     Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
-    which of its leaves to train. Tied weights, i.e. those that are the same array object, share a single
+    which of its leaves to train. Tied weights, i.e. weights that are the same array object, share a single
     adapter.
 
     **Arguments:**
@@ -48,8 +48,8 @@ def adapt(
 
         If you want to share arrays between all adapters, set an attribute `make.share`. This is called
         beforehand as `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should
-        return a dict of additional keyword arguments for `make`. If `make` is a `functools.partial`, then its
-        keyword arguments are passed to `share` as well.
+        return a dict with additional keyword arguments for `make`. If `make` is a `functools.partial`, then
+        its keyword arguments are passed to `share` as well.
 
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -181,7 +181,7 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """Returns all floating-point arrays within the modules of these names."""
+    """Returns all floating-point arrays within the modules with these names."""
     inside: dict[str, Any] = {}
     for module in modules:
         pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")

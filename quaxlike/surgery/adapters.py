@@ -19,7 +19,7 @@ from .trees import difference, named_arrays, replace
 
 @checked(options=("models",))
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
-    """Stacks the adapters of several models, on top of the base of the first model.
+    """Stacks the adapters from several models, on top of the first model's base.
 
     This is useful for serving many adapters from a single copy of the weights, e.g. a different one for each
     request.
@@ -32,7 +32,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     **Returns:**
 
     A model whose adapters have an additional leading axis, with one entry per model. The weights are only
-    stored once. Before you call the model, use [`quaxlike.choose_adapter`][] to pick one of its adapters.
+    stored once. Before you call the model, use [`quaxlike.choose_adapter`][] to pick an adapter.
 
     **Raises:**
 
@@ -120,7 +120,7 @@ def combine_adapters(
     method: Literal["linear", "cat", "svd"] = "cat",
     rank: int | None = None,
 ) -> PyTree:
-    """Combines several adapters into their weighted sum, on top of the base of the first model.
+    """Combines several adapters into their weighted sum, on top of the first model's base.
 
     This is useful for serving several trained adapters as one, or for interpolating between them.
 
@@ -130,9 +130,9 @@ def combine_adapters(
         `AdaptedArray.combined`. The options below are the ones that LoRA supports.
     - `weights`: a sequence or array with one weight per model. This can be traced.
     - `method`: `"cat"` is exact, but its rank is the sum of all ranks. `"svd"` is the best approximation of
-        the sum by an adapter of rank `rank`. `"linear"` sums the factors, each scaled by the square root of
+        the sum by an adapter with rank `rank`. `"linear"` sums the factors, each scaled by the square root of
         its weight. This is inexact and requires all ranks to be equal. Default: `"cat"`.
-    - `rank`: the rank to use for `"svd"`. Default: the largest rank of the adapters.
+    - `rank`: the rank to use for `"svd"`. Default: the largest rank among the adapters.
 
     **Returns:**
 
@@ -165,7 +165,7 @@ def _entry(part: Any, index: ArrayLike) -> Any:
 
 
 def is_stacked(leaf: Any) -> bool:
-    """Returns whether a leaf is a stack of several adapters on a single weight."""
+    """Returns whether a leaf stacks several adapters on a single weight."""
     return isinstance(leaf, AdaptedArray) and leaf.w is not None and len(leaf.shape) > len(leaf.w.shape)
 
 
@@ -174,7 +174,7 @@ def _adapters(
 ) -> dict[str, list[Any]]:
     """Collects the adapters on each weight from all models.
 
-    If a weight isn't adapted in some of the models, then we fill in `without(w, like)` for these.
+    If a weight isn't adapted in some models, then we fill in `without(w, like)` for these.
     """
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
@@ -333,7 +333,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     """Determines which tokens of a text the activated LoRAs in a model act on.
 
     An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
-    if there is no such occurrence. You should call this function for every text, outside of
+    if there is no such occurrence. You should call this function for every text, outside
     [`quaxlike.quaxify`][]. For a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][],
     [`quaxlike.lm.Conversation`][] and `python -m quaxlike.lm.finetune` already do this for you.
 
@@ -341,8 +341,8 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     - `model`: a model with adapters from `loraify(..., invocation_tokens=)`, or from an aLoRA saved by PEFT.
         Any other model is returned unchanged.
-    - `ids`: the tokens of the text, as integers of shape `(tokens,)`. These can be padded on either side, and
-        can be traced.
+    - `ids`: the text's tokens, as integers of shape `(tokens,)`. These can be padded on either side, and can
+        be traced.
     - `segments`: the segment id of each token, starting from 0, if several texts are packed into one row.
         Default: all tokens belong to the same text.
 
@@ -352,8 +352,8 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     **Raises:**
 
-    `ValueError` if `ids` is not a one-dimensional array of integers, or if `segments` is not an integer array
-    of the same shape.
+    `ValueError` if `ids` is not a one-dimensional integer array, or if `segments` is not an integer array of
+    the same shape.
 
     !!! example
 
@@ -393,7 +393,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
-    """Makes each activated LoRA act on exactly those tokens for which `active(invocation)` is true.
+    """Makes each activated LoRA act on exactly the tokens for which `active(invocation)` is true.
 
     Note that `active` is called once for each distinct invocation, rather than once for each adapter.
     """
@@ -407,7 +407,7 @@ def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree
 
 
 def invocations(model: PyTree) -> set[tuple[int, ...]]:
-    """Collects the invocation tokens of all adapters in a model."""
+    """Collects the invocation tokens for all adapters in a model."""
     leaves = jax.tree.leaves(model, is_leaf=is_value)
     return {x.invocation for x in leaves if isinstance(x, AdaptedArray) and x.invocation}
 

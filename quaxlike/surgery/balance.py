@@ -1,7 +1,7 @@
-"""`balance`: rescales the inputs of layers before quantisation (AWQ).
+"""`balance`: rescales layer inputs before quantisation (AWQ).
 
-We multiply the columns of a weight by some factors, and the rows of the preceding layer by their inverses.
-These cancel out, so the model still computes the same function.
+We multiply a weight's columns by some factors, and the rows in the preceding layer by their inverses. These
+cancel out, so the model still computes the same function.
 """
 
 import re
@@ -42,13 +42,12 @@ def balance(
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
-    """Rescales the inputs of layers to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
+    """Rescales layer inputs to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
 
-    The columns of a weight that multiply large activations are scaled up, and the rows of the preceding layer
-    are scaled down by the same factors. This doesn't change the function that the model computes, but makes
-    the quantisation error smaller for those columns that matter most. Afterwards, you should quantise the
-    model with the same scheme. If you also want to calibrate, then make sure to measure the moments again on
-    the balanced model.
+    Columns that multiply large activations are scaled up, and the rows in the preceding layer are scaled down
+    by the same factors. This doesn't change the function that the model computes, but makes the quantisation
+    error smaller for the columns that matter most. Afterwards, you should quantise the model with the same
+    scheme. If you also want to calibrate, then make sure to measure the moments again on the balanced model.
 
     **Arguments:**
 
@@ -90,7 +89,7 @@ def balance(
         ```
 
     Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>. Note that we use the root mean square of the
-    activations instead of their mean magnitude. If `activations` is set then this corresponds to SmoothQuant
+    activations rather than their mean magnitude. If `activations` is set then this corresponds to SmoothQuant
     (Xiao et al., 2023).
     """
     if folds is None:
@@ -157,7 +156,7 @@ def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLike]) -> np.ndarray:
-    """Returns the second moments of the inputs, which are shared by all of these layers."""
+    """Returns the second moments of the inputs, which all these layers share."""
     for name, w in columns.items():
         if name not in moments:
             raise ValueError(f"balance has no moments for {name}; it has those for {', '.join(moments)}.")

@@ -1,6 +1,6 @@
 """Calibrated quantisation, which uses GPTQ and coordinate descent to minimise the error in a layer's outputs.
 
-GPTQ rounds the columns of a weight sequentially, starting with those that multiply the largest inputs. To the
+GPTQ rounds a weight's columns sequentially, starting with the ones that multiply the largest inputs. To the
 extent that the inputs are correlated, each rounding error can be compensated for by adjusting the remaining
 columns. We then refine the result by coordinate descent over both columns and scales. Importantly, we only
 accept steps that don't increase the cost, which means that the result is never worse than GPTQ or plain
@@ -36,7 +36,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     """Quantises a matrix to the format of `like`, minimising the error in its products with the inputs.
 
     `moments` is the sum of `x xᵀ` over these inputs, of shape `(in, in)`. For codecs that search for their
-    scales, it can also be just the diagonal of this sum, of shape `(in,)`, i.e. the importance of each input.
+    scales, it can also be just the diagonal of this sum, of shape `(in,)`, i.e. each input's importance.
     """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
     if jnp.ndim(moments) < 2:
@@ -103,7 +103,7 @@ def _cost(error: np.ndarray, h: np.ndarray) -> float:
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Rounds by GPTQ, starting with the largest inputs. Returns indices into the table of the grid."""
+    """Rounds by GPTQ, starting with the largest inputs. Returns indices into the grid's table."""
     order = np.argsort(-np.diag(h), kind="stable")
     w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
@@ -196,7 +196,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
 
 
 def _are_free(w: Any) -> bool:
-    """Returns whether the only metadata of each block is a single floating-point scale.
+    """Returns whether each block's only metadata is a single floating-point scale.
 
     If so, scales can be optimised independently of each other.
     """

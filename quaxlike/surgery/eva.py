@@ -1,4 +1,4 @@
-"""Statistics of the inputs of layers, and `eva`, an initialisation based on their principal directions."""
+"""Statistics for layer inputs, and `eva`, an initialisation based on their principal directions."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ def input_moments(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the second moments of each layer's inputs, i.e. the sum of `x xᵀ` over all inputs `x`.
 
-    These are needed for [`quaxlike.balance`][], for [`quaxlike.eva`][], and for the `calibrate` argument of
+    These are needed for [`quaxlike.balance`][], for [`quaxlike.eva`][], and for the `calibrate` argument in
     [`quaxlike.quantize`][].
 
     **Arguments:**
@@ -142,7 +142,7 @@ def _measured(
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
     """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros (EVA).
 
-    As a result, the adapters start by learning about those directions along which the inputs vary most. The
+    As a result, the adapters start by learning about the directions along which the inputs vary most. The
     paper reports that this converges in fewer steps than a random initialisation. In practice, a few batches
     of data are enough to estimate the directions.
 
@@ -170,13 +170,13 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
 @checked(options=("moments", "rank", "most"))
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
-    """Distributes a budget of ranks over layers, based on the fraction of variance explained per direction.
+    """Distributes a rank budget over layers, based on the fraction of variance explained per direction.
 
     **Arguments:**
 
     - `moments`: as in [`quaxlike.eva`][].
-    - `rank`: the average rank. Every layer has a rank of at least 1.
-    - `most`: the maximum rank of any layer. Default: twice `rank`.
+    - `rank`: the average rank. Every layer has at least rank 1.
+    - `most`: the maximum rank for any layer. Default: twice `rank`.
 
     **Returns:**
 
@@ -211,7 +211,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 class _Probe(ArrayValue):
     """A factor `a` of zeros, which calls `tell` with whatever it is multiplied by, as rows of shape (n, in).
 
-    We put this into an adapter to observe the inputs of its layer, without changing what the layer computes.
+    We put this into an adapter to observe its layer's inputs, without changing what the layer computes.
     """
 
     zeros: Any

@@ -1,4 +1,4 @@
-"""`loraify`: adds low-rank adapters to the weights of a model."""
+"""`loraify`: adds low-rank adapters to a model's weights."""
 
 import math
 import warnings
@@ -50,17 +50,17 @@ def loraify(
     train_base: bool = False,
     dtype: Any = None,
 ) -> PyTree:
-    """Adds low-rank adapters to the weights of a model, leaving everything else unchanged.
+    """Adds low-rank adapters to a model's weights, leaving everything else unchanged.
 
     Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
-    which of its leaves to train. Tied weights, i.e. those that are the same array object, share a single
+    which of its leaves to train. Tied weights, i.e. weights that are the same array object, share a single
     adapter.
 
     **Arguments:**
 
     - `model`: any pytree. Its weights can be Values. For example, passing 4-bit weights gives you QLoRA.
-    - `rank`: the rank of the adapters. As in PEFT, a warning is issued if this exceeds both dimensions of a
-        weight, because such an adapter has more parameters than the weight itself.
+    - `rank`: the rank of the adapters. As in PEFT, a warning is issued if this exceeds both of a weight's
+        dimensions, because such an adapter has more parameters than the weight itself.
     - `alpha`: adapters are scaled by `alpha / rank`. Default: `rank`.
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -70,10 +70,10 @@ def loraify(
         adapter; or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: whether to train the norm of each row separately from its direction. Default: False.
-    - `dropout`: the dropout rate for the inputs of the adapters. Note that this only has an effect if you
-        also pass a key to the adapters using [`quaxlike.with_dropout_key`][], which you should do at every
-        training step. A warning is issued if you train without a key. Default: 0.
-    - `rank_pattern`, `alpha_pattern`: override the rank and alpha of particular layers. Keys are the last
+    - `dropout`: the dropout rate for the adapter inputs. Note that this only has an effect if you also pass a
+        key to the adapters using [`quaxlike.with_dropout_key`][], which you should do at every training step.
+        A warning is issued if you train without a key. Default: 0.
+    - `rank_pattern`, `alpha_pattern`: override the rank and alpha for particular layers. Keys are the last
         components of layer names, or regular expressions for them. If several keys match, then the first is
         used.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
@@ -84,14 +84,14 @@ def loraify(
     - `lora_bias`: whether to add a bias to each adapter. Default: False.
     - `invocation_tokens`: creates activated LoRAs, which only act on the tokens from the last occurrence of
         this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
-    - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from the
-        names of embeddings to tokens. Default: none.
+    - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from
+        embedding names to tokens. Default: none.
     - `fan_in_fan_out`: whether to treat matrices as `(in, out)`, as in GPT-2, instead of `(out, in)` if
         nothing else is known about them. Default: False.
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
     - `train_base`: whether to train the weights themselves as well. Default: False.
-    - `dtype`: the dtype of the adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
+    - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
 
     **Returns:**
 
@@ -232,7 +232,7 @@ def with_trained_extras(
 
 
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if any pattern doesn't match any of the adapted arrays, e.g. due to a typo."""
+    """Raises `ValueError` if any pattern doesn't match any adapted array, e.g. due to a typo."""
     for pattern in patterns:
         try:
             found = any(matches_layer(pattern, layer_of(name)) for name in arrays)

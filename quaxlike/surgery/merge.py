@@ -19,7 +19,7 @@ from .trees import difference, map_arrays, named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """Merges the adapters of a model into its weights, so that inference is as fast as without adapters.
+    """Merges a model's adapters into its weights, so that inference is as fast as without adapters.
 
     **Arguments:**
 
@@ -37,7 +37,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     **Raises:**
 
     `ValueError` if an adapter has batch axes but its weight does not, i.e. if there are several adapters on
-    one base. In this case, pick one of them with [`quaxlike.choose_adapter`][] first.
+    one base. In this case, pick one with [`quaxlike.choose_adapter`][] first.
 
     !!! example
 
@@ -71,7 +71,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     """Undoes [`quaxlike.merge`][] by subtracting the adapters from the weights that they were merged into.
 
-    For example, you can use this to swap out the adapter of a running model.
+    For example, you can use this to swap out the adapter in a running model.
 
     **Arguments:**
 
@@ -80,13 +80,13 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     **Returns:**
 
-    `adapted`, with the base of each adapter recovered from `merged`. This is exact up to rounding.
+    `adapted`, with each adapter's base recovered from `merged`. This is exact up to rounding.
 
     **Raises:**
 
-    `ValueError` if `merged` is not the result of merging `adapted`, i.e. if any weight is not close to the
-    sum of its base and its adapter, or if the models differ in any other way. (Traced arrays can't be
-    compared, so they aren't checked.) Also raised if an adapter does not implement `AdaptedArray.unmerged`.
+    `ValueError` if `merged` wasn't obtained by merging `adapted`, i.e. if any weight is not close to its base
+    plus its adapter, or if the models differ in any other way. (Traced arrays can't be compared, so they
+    aren't checked.) Also raised if an adapter does not implement `AdaptedArray.unmerged`.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
@@ -107,8 +107,8 @@ def _check_merged(
 ) -> None:
     """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
 
-    We can't recover the base of adapters that replace their weight outright (instead of modifying it), so for
-    these we check that the weights are equal.
+    We can't recover the base for adapters that replace their weight outright (rather than modifying it), so
+    for these we check that the weights are equal.
     """
     found = None
     for name in taken_out:

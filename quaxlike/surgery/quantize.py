@@ -1,4 +1,4 @@
-"""`quantize`: replaces the weights of a model by quantised arrays."""
+"""`quantize`: replaces a model's weights by quantised arrays."""
 
 import dataclasses
 import functools
@@ -57,12 +57,12 @@ def quantize(
     head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Quantises the weights of a model, leaving everything else unchanged.
+    """Quantises a model's weights, leaving everything else unchanged.
 
     Make sure to call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is
     quantised. This is useful when the adapter should be initialised from dense weights, in which case you can
     adapt the model first and quantise it afterwards. If a weight is block-sparse, then its blocks are
-    quantised. Tied weights, i.e. those that are the same array object, are only quantised once.
+    quantised. Tied weights, i.e. weights that are the same array object, are only quantised once.
 
     **Arguments:**
 
@@ -73,9 +73,9 @@ def quantize(
         Alternatively, this can be a recipe: a mapping whose keys are anything accepted by `where`, and whose
         values are either a scheme, a pair of a scheme and its options, or `None` to leave these weights
         unchanged. If several rules select a weight, then the first is used. Predefined recipes are
-        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow the presets of llama.cpp but exclude
-        embeddings; and `"nf4_qlora"`, i.e. NF4 with nested scales. You can use `quantize.plan` to preview a
-        recipe without computing anything, and `quantize.from_file` to read one from disk.
+        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
+        `"nf4_qlora"`, i.e. NF4 with nested scales. You can use `quantize.plan` to preview a recipe without
+        computing anything, and `quantize.from_file` to read one from disk.
 
     - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. This
         isn't supported for recipes, which already say which weights to quantise. Default: the weights of all
@@ -85,9 +85,9 @@ def quantize(
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
-        [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the outputs
-        of the layer. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then
-        used to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
+        [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the layer's
+        outputs. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then used
+        to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
         Default: round to the nearest codes.
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
         also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
@@ -101,7 +101,7 @@ def quantize(
         False.
     - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
         it is tied to an embedding, then the embedding is quantised. Default: False.
-    - `scheme_options`: passed on to the `quantize` method of the type: `block_size`, `double_quant`, `axis`,
+    - `scheme_options`: passed on to the type's `quantize` method: `block_size`, `double_quant`, `axis`,
         `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes.
 
     **Returns:**
@@ -305,9 +305,9 @@ def fake_quantize(
     rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Rounds the weights of a model as `quantize` would, but keeps them dense and trainable.
+    """Rounds a model's weights as `quantize` would, but keeps them dense and trainable.
 
-    This is intended for quantisation-aware training, for which you should call it inside of the loss function
+    This is intended for quantisation-aware training, for which you should call it inside the loss function
     and train the weights that are passed in. Gradients ignore the rounding, i.e. we use the straight-through
     estimator. (Otherwise they would be zero almost everywhere.)
 
@@ -445,8 +445,8 @@ def _stored_order(layout: Layout, n: int) -> list[int]:
     """Returns the permutation that moves the input axes last, so that blocks run along them.
 
     We make an exception for embeddings, because lookups read whole rows. For convolutions, we put the window
-    in front of the input channels, so that the window can be reversed without splitting any blocks. (This is
-    needed for the gradient of a convolution.)
+    before the input channels, so that the window can be reversed without splitting any blocks. (This is
+    needed for a convolution's gradient.)
     """
     if layout.kind == "embedding":
         return list(range(n))

@@ -49,10 +49,10 @@ def choices(
     *,
     is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """Applies a recipe, then returns the schemes of those weights that it quantises (by name).
+    """Applies a recipe, then returns the schemes of the weights that it quantises (by name).
 
-    Set `is_general` if the recipe wasn't written for a particular model, in which case some of its rules
-    might not have any effect. Otherwise we treat this as an error.
+    Set `is_general` if the recipe wasn't written for a particular model, in which case some rules might not
+    have any effect. Otherwise we treat this as an error.
 
     **Raises:** `ValueError` if a rule has no effect, or has an invalid scheme.
     """
@@ -169,8 +169,8 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
     This uses 6 bits for the head. It also does so for values (or an array of fused queries, keys and values),
-    inputs of linear attention, and the down projections in the first eighth of layers, the last eighth, and
-    every third layer in between. In a mixture of eight experts, keys and values use 8 bits.
+    inputs of linear attention, and the down projections in the first eighth of the layers, the last eighth,
+    and every third layer in between. In a mixture of eight experts, keys and values use 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -236,9 +236,9 @@ RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
 def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a recipe for [`quaxlike.quantize`][] from a JSON or TOML file.
 
-    The file should contain a single table, which maps each pattern to either a scheme, a list of a scheme and
-    a table of options, or (in JSON only) null. The order of rules is preserved. If you have a file that was
-    written by [`quaxlike.files.safetensors.save`][], then you can also read the recipe of its model from
+    The file should contain a single table, which maps each pattern to either a scheme, a list with a scheme
+    and a table of options, or (in JSON only) null. The order of rules is preserved. If you have a file that
+    was written by [`quaxlike.files.safetensors.save`][], then you can also read its model's recipe from
     there.
 
     **Arguments:**

@@ -1,4 +1,4 @@
-"""Records of the layout and bias associated with each array in a model.
+"""Records with the layout and bias for each array in a model.
 
 This is the only source of layouts for the other functions in `surgery`: if any two of them disagreed about
 which axes are inputs, then we would silently train or quantise along the wrong axes. Linen and Haiku store
@@ -30,9 +30,9 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     """Determines which axes of each array in a model are outputs, and which are inputs.
 
     The `layout` argument takes precedence. Otherwise we look at the class of the layer, which works for
-    classes from Equinox and Flax NNX, and for those that have an attribute `weight_layouts` mapping fields to
-    layouts. Failing that, we infer the layout from the name of the array and the shape of its bias (if any),
-    as follows:
+    classes from Equinox and Flax NNX, and for ones that have an attribute `weight_layouts` mapping fields to
+    layouts. Failing that, we infer the layout from the array's name and the shape of its bias (if any), as
+    follows:
 
     | name | layout |
     | --- | --- |
@@ -49,9 +49,9 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer.
-        The last components of a name are enough, as in [`quaxlike.select`][]. This can also be a single
-        layout, which is then used for all matrices whose layout we couldn't otherwise determine. See
+    - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer. A
+        name's last components are enough, as in [`quaxlike.select`][]. This can also be a single layout,
+        which is then used for all matrices whose layout we couldn't otherwise determine. See
         [`quaxlike.Layout`][] for the notation.
 
     **Returns:**
@@ -89,7 +89,7 @@ class Record:
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
-    """Returns the records of all arrays, by name.
+    """Returns the records for all arrays, by name.
 
     Matrices without any other indication are `(out, in)` by convention, or `(in, out)` if
     `fan_in_fan_out=True`.

@@ -1,4 +1,4 @@
-"""`select`: looks up the weights of a model by their dotted names."""
+"""`select`: looks up a model's weights by their dotted names."""
 
 import re
 import warnings
@@ -38,12 +38,12 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
             linear layers, so these must be selected by name. Layers are classified by
             [`quaxlike.layouts`][].
         - Any other string: a regular expression that must match the whole name.
-        - A sequence of names, or of their last components, such as `["q_proj", "v_proj"]`.
+        - A sequence of names, or their last components, such as `["q_proj", "v_proj"]`.
         - A callable that takes a name and an array, and returns whether to select the array.
 
-        The name of a layer refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the
-        model fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then you can
-        select the fused layer by naming all of them. If you only name some of them, then a warning is issued.
+        A layer's name refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the model
+        fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then you can
+        select the fused layer by naming them all. If you only name some, then a warning is issued.
 
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
@@ -54,8 +54,8 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 
     **Raises:**
 
-    `ValueError` if `where`, or any entry of it, matches nothing (the message includes close matches). For
-    `"all-linear"`, also if we can't determine the layout of an array, or whether it is the weight of a linear
+    `ValueError` if `where`, or any entry in it, matches nothing (the message includes close matches). For
+    `"all-linear"`, also if we can't determine an array's layout, or whether it is the weight of a linear
     layer.
 
     !!! example
@@ -91,7 +91,7 @@ def _chosen(
 
 
 def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
-    """Returns the names of the arrays that match a regular expression or a sequence of names."""
+    """Returns the names of the arrays that match a regular expression or any of the given names."""
 
     def hits(pattern: Any, names: Any) -> Any:
         return {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
@@ -123,7 +123,7 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
     """Lists the names which the parts of a fused or stacked array have in other checkpoints.
 
-    If a model stores these parts separately as well, then the names refer to those instead.
+    If a model stores these parts separately as well, then the names refer to the separate ones instead.
     """
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
@@ -180,7 +180,7 @@ def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def output_layer(records: Mapping[str, Record]) -> list[str]:
-    """Returns the weight of the output head or, if this is tied to an embedding, the weight of the latter.
+    """Returns the output head's weight or, if this is tied to an embedding, the weight of the latter.
 
     The list is empty if there is neither.
     """
@@ -197,7 +197,7 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """Returns those selected weights that can be adapted or quantised.
+    """Returns the selected weights that can be adapted or quantised.
 
     This skips any biases, norms and integer arrays. The output layer is included if `head=True`.
     """

@@ -22,12 +22,12 @@ from .trees import path_of
 
 @checked
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
-    """Stacks layers into a single layer, along a new leading axis of every array.
+    """Stacks layers into a single layer, along a new leading axis in every array.
 
     Typically you would then use `jax.lax.scan` to iterate over the layers, so that compile time doesn't
     depend on how many there are. Adapters and quantised weights are stacked part by part, i.e. we don't need
-    to merge or dequantise them. If there are any untrained parts that all adapters share, such as the random
-    matrices of VeRA, then these are only stored once.
+    to merge or dequantise them. If there are any untrained parts that all adapters share, such as VeRA's
+    random matrices, then these are only stored once.
 
     **Arguments:**
 
@@ -83,7 +83,7 @@ def unstack_layers(stacked: PyTree) -> list[Any]:
 
     **Arguments:**
 
-    - `stacked`: a stacked layer. All of its arrays must have a leading axis of the same size.
+    - `stacked`: a stacked layer. All its arrays must have a leading axis of the same size.
 
     **Returns:**
 

@@ -24,7 +24,7 @@ from .trainable import trained_leaves
 
 @dataclasses.dataclass(frozen=True)
 class SummaryRow:
-    """A row of a [`quaxlike.summary`][], which describes a single array of the model."""
+    """A row of a [`quaxlike.summary`][], which describes a single array in the model."""
 
     path: str
     type: str
@@ -60,7 +60,7 @@ class Summary:
 
     @property
     def size(self) -> int:
-        """The total number of elements in all arrays of the model, excluding adapters."""
+        """The total number of elements in all the model's arrays, excluding adapters."""
         return self._total("size")
 
     @property
@@ -142,7 +142,7 @@ def _axes(layout: Layout | None) -> str:
 
 @checked
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
-    """Tabulates the type, shape, size and number of trained elements of each array in a model.
+    """Tabulates each array in a model, with its type, shape, size and number of trained elements.
 
     This is useful for checking that a transformation (e.g. [`quaxlike.quantize`][]) did what you intended.
 
@@ -174,7 +174,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
     """Builds the row for a single array.
 
-    Adapters can share arrays. Those in `counted` have already been included in an earlier row, so we don't
+    Adapters can share arrays. Arrays in `counted` have already been included in an earlier row, so we don't
     count them again.
     """
     stored = without_numbers(x)  # Hyperparameters such as `alpha` aren't usually counted as parameters.
@@ -200,7 +200,7 @@ def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Summary
 
 
 def _adapters(x: Any) -> list[Any]:
-    """Collects the arrays of all adapters on a weight, excluding PRNG keys."""
+    """Collects the arrays in all adapters on a weight, excluding PRNG keys."""
     if not isinstance(x, AdaptedArray):
         return []
     own = jtu.tree_leaves(x.with_base(None))

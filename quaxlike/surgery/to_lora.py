@@ -27,7 +27,7 @@ class LowRankError(NamedTuple):
 def to_lora(
     model: PyTree, rank: int, *, rank_pattern: Mapping[str, int] = {}, layout: Layouts = None
 ) -> tuple[PyTree, dict[str, LowRankError]]:
-    """Replaces each adapter of a model by its closest low-rank approximation.
+    """Replaces each adapter in a model by its closest low-rank approximation.
 
     This is useful if you want to serve the model with a program that only supports LoRA, such as vLLM or
     llama.cpp.
@@ -43,19 +43,19 @@ def to_lora(
     **Returns:**
 
     The model with a [`quaxlike.LoraArray`][] in place of each adapter, and a dict from names to errors
-    `(lost, change)`. Here `lost` is the Frobenius norm of the error relative to the norm of the change, and
-    `change` is the norm of the change relative to the norm of the weight.
+    `(lost, change)`. Here `lost` is the error's Frobenius norm relative to the norm of the change, and
+    `change` is the latter norm relative to the norm of the weight.
 
-    Each approximation is optimal for its rank, because it is obtained from the largest singular values of the
-    change. If an adapter is already a LoRA of at most this rank, then it is left unchanged. (Note that the
+    Each approximation is optimal for its rank, because it is obtained from the change's largest singular
+    values. If an adapter is already a LoRA with at most this rank, then it is left unchanged. (Note that the
     change made by a DoRA isn't low-rank, so we need to approximate it just like any other adapter.) Arrays
     that are trained directly (`modules_to_save`, biases, rows of embeddings) are left unchanged, whereas
-    adapted biases become biases of the LoRA (`lora_bias`). Dropout is removed.
+    adapted biases become LoRA biases (`lora_bias`). Dropout is removed.
 
     **Raises:**
 
-    `ValueError` if the model has no adapters, if the rank is less than 1 or exceeds the size of a weight, or
-    if a weight's layout is unknown.
+    `ValueError` if the model has no adapters, if the rank is less than 1 or exceeds a weight's size, or if
+    the layout is unknown.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""The trainable part of a model, i.e. its adapters and the scales of its quantised weights."""
+"""A model's trainable part, i.e. its adapters and the scales of its quantised weights."""
 
 import dataclasses
 import warnings
@@ -19,7 +19,7 @@ from .trees import listing, named_arrays, replace
 
 @checked
 def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
-    """Returns a filter spec that marks which leaves of an adapted model to train.
+    """Returns a filter spec that marks which leaves in an adapted model to train.
 
     Typically you would pass this to `eqx.partition` before differentiating. In this way, gradients and
     optimiser states only exist for the adapters, rather than for the whole model.
@@ -29,7 +29,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. A warning is issued if
         there is nothing to train.
     - `freeze`: names of adapter fields to leave untrained. For example, `freeze=["a"]` only trains the second
-        matrix of each LoRA (LoRA-FA), in which case `x @ a.T` is stored for the backward pass instead of the
+        matrix in each LoRA (LoRA-FA), in which case `x @ a.T` is stored for the backward pass rather than the
         layer's inputs `x`. Default: none.
 
     **Returns:**
@@ -38,10 +38,10 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
     `gradients="train"`.
 
-    If you apply the optimiser to the whole model, and all of its arrays are floating-point, then you can also
+    If you apply the optimiser to the whole model, and all its arrays are floating-point, then you can also
     pass this function itself as labels, i.e. `optax.partition({True: optimiser, False: optax.set_to_zero()},
     ql.trainable)`. Note that you shouldn't use `optax.masked` on its own, because it returns the raw
-    gradients of all other leaves as their updates.
+    gradients for all other leaves as their updates.
 
     **Raises:** `ValueError` if `freeze` includes a field that no adapter trains.
 
@@ -101,7 +101,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if none of the weights are quantised, or if the scales of any of them are not floating-point.
+    `ValueError` if no weights are quantised, or if any of their scales are not floating-point.
 
     !!! example
 
@@ -133,12 +133,12 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
 
 def _parts_of(x: Any) -> list[str]:
-    """Lists the trained fields of an adapter, and of any adapters that it wraps."""
+    """Lists an adapter's trained fields, including any adapters that it wraps."""
     return [*x.trained(), *_parts_of(x.w)] if isinstance(x, AdaptedArray) else []
 
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
-    """Marks the trained leaves of an array, except for the fields in `freeze`."""
+    """Marks an array's trained leaves, except for the fields in `freeze`."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))

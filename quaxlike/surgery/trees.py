@@ -1,8 +1,8 @@
-"""Tools for treating models from any framework as trees of named arrays.
+"""Tools for treating models from any framework as trees with named arrays.
 
 We use these names not only for selecting layers but also for loading checkpoints, so they must be the same as
-in the state dict of that framework. In particular Flax wraps arrays in boxes (either `nnx.Variable` or the
-axis metadata of Linen), which must not be part of a name.
+in that framework's state dict. In particular Flax wraps arrays in boxes (either `nnx.Variable` or Linen's
+axis metadata), which must not be part of a name.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _flax_type(module: str, name: str) -> Any:
     """Returns a class from Flax, for use in `isinstance`.
 
-    If Flax hasn't been imported then there can't be any instances of the class, so we return an empty tuple.
+    If Flax hasn't been imported then the class can't have any instances, so we return an empty tuple.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -183,7 +183,7 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Returns whether a pattern matches the name of an array or of its layer.
+    """Returns whether a pattern matches an array's name or the name of its layer.
 
     A regular expression must match the whole name. Otherwise it is enough if the last components are equal.
     """

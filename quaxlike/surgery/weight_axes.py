@@ -1,9 +1,9 @@
 """Conventions for which axes of a weight are outputs and which are inputs.
 
-We look up the class of the layer or, failing that, the name of the array. Classes are identified by their
-name and package, so that we don't need to import any of these packages. If a layout is ambiguous, then we
-report it as `UNKNOWN` and ask the user to specify it. (We could guess instead, but if that turned out to be
-wrong then we would silently train the wrong adapter.)
+We look up the layer's class or, failing that, the array's name. Classes are identified by their name and
+package, so that we don't need to import these packages. If a layout is ambiguous, then we report it as
+`UNKNOWN` and ask the user to specify it. (We could guess instead, but if that turned out to be wrong then we
+would silently train the wrong adapter.)
 """
 
 import re
@@ -25,10 +25,10 @@ OTHER = Layout((), (), "other")
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
-    """Creates the entry for a convolution kernel with this order of axes, where `*` denotes the window.
+    """Creates the entry for a convolution kernel with this axis order, where `*` denotes the window.
 
-    `groups` is the name of the attribute that stores the number of channel groups. Set `plain=False` for any
-    other kind of convolution, such as transposed ones.
+    `groups` names the attribute that stores the number of channel groups. Set `plain=False` for any other
+    kind of convolution, such as transposed ones.
     """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
@@ -50,7 +50,7 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 def _general(layer: Any, shape: _Shape) -> Layout:
     """Returns the layout of `LinearGeneral` and `DenseGeneral`.
 
-    This is (batch, in, out), where each of these can consist of several axes.
+    This is (batch, in, out), where each can consist of several axes.
     """
 
     def count(x: Any) -> Any:
@@ -114,7 +114,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """Returns the layout implied by the class of the layer, or "not known" if we don't recognise it."""
+    """Returns the layout implied by the layer's class, or "not known" if we don't recognise it."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -148,7 +148,7 @@ _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 
 
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
-    """Returns the layout implied by the name of an array and the shape of its bias.
+    """Returns the layout implied by an array's name and the shape of its bias.
 
     The array must have at least two axes. `shapes` are the shapes of all arrays in the model.
     """

@@ -1,4 +1,4 @@
-"""The block-sparse matmul, as a primitive with derivatives and a choice of backends."""
+"""The block-sparse matmul, as a primitive with derivatives and several backends."""
 
 import functools
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def block_sparse_matmul(
 
     `W` has shape `(N, K)` and is zero outside its blocks. These are stored as block-ELL, in which every block
     row has as many slots as the fullest row needs. Products are accumulated in float32. They take time
-    proportional to the number of slots, so you will get the most out of this if blocks are spread evenly over
-    rows. The result is differentiable with respect to `x` and the stored blocks.
+    proportional to the number of slots, so this works best if blocks are spread evenly over rows. The result
+    is differentiable with respect to `x` and the stored blocks.
 
     !!! example
 

@@ -1,8 +1,8 @@
 """The block-sparse matmul on Hopper GPUs.
 
-Each thread block computes a tile of tokens for one feature block of the result, by multiplying tiles of the
-activations with stored blocks on the tensor cores. One of its warpgroups is only responsible for prefetching
-the tiles needed by the others, whose positions are given by the index.
+Each thread block computes a tile of tokens for one of the result's feature blocks, by multiplying activation
+tiles with stored blocks on the tensor cores. One warpgroup is only responsible for prefetching the tiles
+needed by the others, whose positions are given by the index.
 
 Slots without a block have an out-of-bounds index, for which loads return zeros. This means that we don't need
 any branches for padding.
@@ -158,7 +158,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """The work of a thread block: the tiles of both operands in each step, and the position of the result."""
+    """The work of a thread block: the tiles of both operands in each step, and where the result is stored."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]
@@ -181,16 +181,17 @@ def _product(
     out: jax.ShapeDtypeStruct,
     interpret: Any,
 ) -> Array:
-    """Computes sums of products of tiles, with one warpgroup that loads tiles and others that multiply them.
+    """Multiplies tiles and sums the products, with one warpgroup that loads tiles and others that multiply
+    them.
 
     **Arguments:**
 
     - `tiles`: the shapes of each operand's tiles.
-    - `place`: returns the work of a thread block, given the index in global memory.
+    - `place`: returns a thread block's work, given the index in global memory.
     - `matrices`: returns the matrices to be multiplied by a warpgroup, given two tiles in shared memory and
         the rows that this warpgroup is responsible for.
-    - `own_rows`, `width`: the shape of the result computed by each of the `warpgroups` that multiply.
-    - `steps`: the number of pairs of tiles to sum over.
+    - `own_rows`, `width`: the result's shape for each of the `warpgroups` that multiply.
+    - `steps`: the number of tile pairs to sum over.
     - `grid`: the sizes of the named axes used by `place`.
     """
     import jax.experimental.pallas as pl

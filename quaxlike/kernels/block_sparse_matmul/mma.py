@@ -1,4 +1,4 @@
-"""The block-sparse matmul on GPUs of compute capability 8.0 and later."""
+"""The block-sparse matmul on GPUs with compute capability 8.0 and later."""
 
 import math
 from collections.abc import Callable

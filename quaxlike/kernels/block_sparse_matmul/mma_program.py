@@ -1,14 +1,14 @@
-"""The block-sparse products on GPUs of compute capability 8.0 and later, written as a per-thread program.
+"""The block-sparse products on GPUs with compute capability 8.0 and later, written as a per-thread program.
 
-Each thread block computes a tile of the result. In every step it multiplies one tile of each operand on the
-tensor cores (using `mma.sync`).
+Each thread block computes a result tile. In every step it multiplies one tile from each operand on the tensor
+cores (using `mma.sync`).
 
 - *Tiles are copied in their stored layout* (using `cp.async`), from the positions given by the index into a
-    ring buffer in shared memory. The index is read one step ahead of starting the copies. Blocks and rows
-    that don't exist are never read, and are instead filled with zeros.
-- *Fragments are loaded using `ldmatrix`*, which transposes them if rows are contracted. Pieces of 16 bytes
-    are permuted within lines of 128 bytes, which avoids bank conflicts for both the copies and `ldmatrix`.
-    Both must use the same permutation (`_permuted`).
+    ring buffer in shared memory. The index is read one step before starting the copies. Blocks and rows that
+    don't exist are never read, and are instead filled with zeros.
+- *Fragments are loaded using `ldmatrix`*, which transposes them if rows are contracted. 16-byte pieces are
+    permuted within 128-byte lines, which avoids bank conflicts for both the copies and `ldmatrix`. Both must
+    use the same permutation (`_permuted`).
 - *The result is written via shared memory*, so that stores by adjacent threads are coalesced.
 
 This module should only be imported whilst tracing a kernel.
@@ -35,7 +35,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
     **Arguments:**
 
-    - `refs`: in global memory both operands, the index and the result, all of which are two-dimensional; then
+    - `refs`: in global memory both operands, the index and the result, which are all two-dimensional; then
         `tiling.shared_words` words of shared memory.
     """
     left, right, index, out = map(MemoryRegion, refs[:-1])
@@ -94,8 +94,8 @@ class _Work(NamedTuple):
 
     **Attributes:**
 
-    - `number`: maps a step to its entry in the index, which determines the positions of the tiles.
-    - `left_at`, `right_at`: maps a step and its index entry to the first row and column of a tile.
+    - `number`: maps a step to its entry in the index, which determines the tile positions.
+    - `left_at`, `right_at`: maps a step and its index entry to a tile's first row and column.
     - `row`, `column`: the first row and column of the result's tile.
     """
 
@@ -159,7 +159,7 @@ def _sampled(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Wo
 
 class _Shared(MemoryRegion):
     def load_matrices(self, offset: Reg, *, transposed: bool) -> list[Reg]:
-        """Loads four 8 by 8 matrices of 16-bit elements. Each lane provides the address of a row.
+        """Loads four 8 by 8 matrices with 16-bit elements. Each lane provides a row's address.
 
         Each lane obtains elements (group, 2·quad) and (group, 2·quad + 1) of every (transposed) matrix.
         """
@@ -234,7 +234,8 @@ def _store(
     p: SparseProblem,
     tiling: SparseTiling,
 ) -> None:
-    """Rounds a warp's sums, and stores those that are in bounds. `place` is relative to the block's tile."""
+    """Rounds a warp's sums, and stores the ones that are in bounds. `place` is relative to the block's
+    tile."""
     thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
     row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
     for i in range(len(acc) // 2):

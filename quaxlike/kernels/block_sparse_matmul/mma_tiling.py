@@ -1,4 +1,4 @@
-"""The sizes and the tilings of block-sparse products that use `mma.sync`."""
+"""Sizes and tilings for block-sparse products that use `mma.sync`."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -13,15 +13,15 @@ _LEAST = 4 * 16 * 16  # the minimum elements per tile, such that each of four wa
 
 
 class SparseProblem(NamedTuple):
-    """The kind of a product, and the shapes of its operands when flattened to two dimensions.
+    """A product's kind, and the shapes of its operands when flattened to two dimensions.
 
     **Attributes:**
 
     - `kind`: one of `"forward"`, `"transposed"` or `"sampled"`.
-    - `left`, `right`: the shapes of `x` and of the stacked blocks, or for the sampled product of `y` and `x`.
-    - `indexed`: the shape of the index, by block columns for `"transposed"` and otherwise by block rows.
+    - `left`, `right`: the shapes of `x` and the stacked blocks, or of `y` and `x` for the sampled product.
+    - `indexed`: the index's shape, by block columns for `"transposed"` and otherwise by block rows.
     - `out`: the shape of the result.
-    - `block_size`: the number of rows (and columns) of a block.
+    - `block_size`: the number of rows (and columns) in a block.
     - `slots`: the number of slots per block row.
     - `absent`: index entries that are at least this large denote slots without a block.
     - `dtype`: either bfloat16 or float16, for both operands and the result.
@@ -39,7 +39,7 @@ class SparseProblem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The number of steps, each of which multiplies a pair of tiles."""
+        """The number of steps, each multiplying a pair of tiles."""
         contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
         return -(-contracted // DEPTH)
 
@@ -50,11 +50,11 @@ class SparseProblem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SparseTiling:
-    """The tile of the result that is computed by a thread block.
+    """The result tile that a thread block computes.
 
     **Attributes:**
 
-    - `height`, `width`: the size of the tile. Both must be powers of two.
+    - `height`, `width`: the tile's size. Both must be powers of two.
     - `rows_are_contracted`: whether the contracted axis is the rows, for the left and right operands.
     """
 
@@ -64,7 +64,7 @@ class SparseTiling:
 
     @property
     def left(self) -> tuple[int, int, bool]:
-        """The tile of the left operand: its rows, its columns, and whether its rows are contracted."""
+        """The left operand's tile: its rows, its columns, and whether its rows are contracted."""
         return self._tile(self.height, self.rows_are_contracted[0])
 
     @property
@@ -90,7 +90,7 @@ class SparseTiling:
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
-        """The bytes per stage for the tile of each operand, padded so that all threads copy equally much."""
+        """The bytes per stage for each operand's tile, padded so that all threads copy equally much."""
 
         def whole(tile: Any) -> Any:
             return -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
@@ -99,17 +99,17 @@ class SparseTiling:
 
     @property
     def stages(self) -> int:
-        """The number of pairs of tiles that are kept in shared memory at a time."""
+        """The number of tile pairs that are kept in shared memory at a time."""
         return min(_MOST_STAGES, _RING // sum(self.operand_bytes))
 
     @property
     def out_stride(self) -> int:
-        """The stride in bytes between rows of the result in shared memory, padded to avoid bank conflicts."""
+        """The stride in bytes between the result's rows in shared memory, padded to avoid bank conflicts."""
         return 2 * self.width + 16
 
     @property
     def shared_words(self) -> int:
-        """The size of shared memory in words, which first holds the ring buffer and then the result."""
+        """The shared memory size in words, which first holds the ring buffer and then the result."""
         return max(self.stages * sum(self.operand_bytes), self.height * self.out_stride) // 4
 
 

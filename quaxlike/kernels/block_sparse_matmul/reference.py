@@ -1,8 +1,8 @@
-"""The block-sparse matmul in plain JAX, as a scan over the block rows of the weight.
+"""The block-sparse matmul in plain JAX, as a scan over the weight's block rows.
 
 This neither materialises the weight nor gathers any operands. Each step multiplies stored blocks by slices of
-the activations, which have been split into blocks of features. Padding selects an additional block of zeros
-at the end. Note that we still need to mask out its products, because the padding itself can contain anything.
+the activations, which have been split into feature blocks. Padding selects an additional zero block at the
+end. Note that we still need to mask out its products, because the padding itself can contain anything.
 
 On GPUs there are typically many activations and little memory, so we can't afford to split the activations.
 For this case there are the `…_sliced` functions, which multiply slices of rows and update the result in
@@ -31,7 +31,7 @@ def transposed_index(
 ) -> Int[np.ndarray, "columns slots_transposed"]:
     """Computes the blocks in each block column, given the block column of each block.
 
-    The width of the result is the number of blocks in the fullest column. As this depends on the values of
+    The width of the result is the number of blocks in the fullest column. As this depends on the values in
     `col_idx`, these must be concrete, not traced.
 
     **Arguments:**
@@ -39,10 +39,9 @@ def transposed_index(
     - `col_idx`: the block column of every block, or `columns` for padding.
     - `columns`: the number of block columns, K / b.
 
-    **Returns:** the int32 numbers of the blocks in each block column, in ascending order, padded with
-    `rows · slots`.
+    **Returns:** int32 block numbers for each block column, in ascending order, padded with `rows · slots`.
 
-    **Raises:** `ValueError` if any index is outside of `[0, columns]`.
+    **Raises:** `ValueError` if any index is outside `[0, columns]`.
     """
     flat = np.asarray(col_idx).reshape(-1)
     if flat.size and not 0 <= flat.min() <= flat.max() <= columns:
@@ -158,7 +157,7 @@ def sampled_sliced(
 
 
 def _columns(x: Array, number: Array, b: int) -> Array:
-    """Returns a single block of features."""
+    """Returns a single feature block."""
     return lax.dynamic_slice_in_dim(x, number * b, b, axis=1)
 
 

@@ -119,7 +119,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """Computes the blocks of `y.T @ x` at `col_idx`, accumulating each of them over tiles of tokens."""
+    """Computes the blocks of `y.T @ x` at `col_idx`, accumulating each one over tiles of tokens."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -168,7 +168,7 @@ def sampled(
 
 
 def _dot(x: Array, w: Array, axes: tuple[int, int]) -> Array:
-    """Contracts one axis of each operand, accumulating in float32."""
+    """Contracts one axis from each operand, accumulating in float32."""
     return lax.dot_general(
         x,
         w,

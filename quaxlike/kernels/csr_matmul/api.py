@@ -18,20 +18,20 @@ from .reference import matmul_reference, sampled_reference
 
 
 class CsrIndex(NamedTuple):
-    """The index of an `(N, K)` matrix of which only some elements are stored, in row-major order.
+    """The index of an `(N, K)` matrix that only stores some elements, in row-major order.
 
-    Besides the usual arrays for CSR, this includes the order of elements by column, which is needed for the
+    Besides the usual arrays for CSR, this includes the element order by column, which is needed for the
     transposed product. Any elements beyond the last pointer are padding and are treated as zero.
 
-    **Attributes:** int32 arrays, optionally with additional leading axes for stacks of matrices:
+    **Attributes:** int32 arrays, optionally with additional leading axes for stacked matrices:
 
     - `rows`: has shape `(elements,)`. In ascending order, with `N` for padding.
     - `columns`: has shape `(elements,)`. In ascending order within each row, with `K` for padding.
-    - `row_ptr`: has shape `(N + 1,)`. Row `n` consists of elements `row_ptr[n]` (inclusive) to
-        `row_ptr[n + 1]` (exclusive).
-    - `by_column`: has shape `(elements,)`. The indices of the elements when sorted by column.
-    - `column_ptr`: has shape `(K + 1,)`. Column `k` consists of elements
-        `by_column[column_ptr[k]:column_ptr[k + 1]]`.
+    - `row_ptr`: has shape `(N + 1,)`. Row `n` contains elements `row_ptr[n]` (inclusive) to `row_ptr[n + 1]`
+        (exclusive).
+    - `by_column`: has shape `(elements,)`. The element indices when sorted by column.
+    - `column_ptr`: has shape `(K + 1,)`. Column `k` contains elements `by_column[column_ptr[k]:column_ptr[k +
+        1]]`.
     """
 
     rows: Any
@@ -85,7 +85,7 @@ def csr_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "*batch free"]:
-    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight of which only some elements are stored.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight that only stores some elements.
 
     Floating-point products are accumulated in at least float32. The result is differentiable with respect to
     `x` and the stored elements.
@@ -109,7 +109,7 @@ def csr_matmul(
 
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
     - `data`: the stored elements, in row-major order.
-    - `index`: the positions of these elements, from [`csr_index`][quaxlike.kernels.csr_index].
+    - `index`: where these elements are, from [`csr_index`][quaxlike.kernels.csr_index].
     - `transpose`: whether to contract over `N` instead of `K`.
     - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 

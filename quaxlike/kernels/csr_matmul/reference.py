@@ -34,7 +34,7 @@ def coo_matmul(
     out_of: Int32[Array, " elements"],
     size: int,
 ) -> Shaped[Array, "size rows"]:
-    """Adds `data * x[out_of]` at index `into` for every element. The order of summation is unspecified.
+    """Adds `data * x[out_of]` at index `into` for every element. The summation order is unspecified.
 
     Elements with an out-of-bounds index are treated as zero.
     """
@@ -52,7 +52,7 @@ def coo_matmul(
 
 
 def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
-    """Computes the stored elements of `by_rows.T @ by_columns`, i.e. the cotangent of those elements."""
+    """Computes the stored elements of `by_rows.T @ by_columns`, i.e. their cotangent."""
     rows, columns = index[:2]
     y, _ = features_first(by_rows, sum_dtype(out_dtype))
     x, _ = features_first(by_columns, sum_dtype(out_dtype))
@@ -68,7 +68,7 @@ def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtyp
 
 
 def features_first(x: Array, dtype: np.dtype) -> tuple[Array, tuple[int, ...]]:
-    """Reshapes (..., features) to (features, rows), and also returns the sizes of the leading axes."""
+    """Reshapes (..., features) to (features, rows), and also returns the leading axis sizes."""
     lead = x.shape[:-1]
     return x.reshape(math.prod(lead), x.shape[-1]).astype(dtype).T, lead
 
@@ -79,7 +79,7 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which to accumulate, given the dtype of the result. Uses int32 for booleans."""
+    """Returns the dtype in which to accumulate, given the result's dtype. Uses int32 for booleans."""
     # For booleans the sum is a count, any nonzero value of which is then cast to True.
     if dtype == np.bool_:
         return np.dtype(np.int32)
@@ -87,7 +87,7 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
-    """Pads and splits arrays of elements into pieces, so as to limit how many values each piece gathers.
+    """Pads and splits element arrays into pieces, so as to limit how many values each piece gathers.
 
     Each element gathers `width` values.
     """

@@ -1,4 +1,4 @@
-"""The command-line interface of the native library."""
+"""The native library's command-line interface."""
 
 import sys
 from pathlib import Path

@@ -44,7 +44,7 @@ class NativeError(RuntimeError):
 class Library(NamedTuple):
     """The loaded library: its file, and the instruction sets it uses here.
 
-    `rounding` is that of products with inputs in 8 bits: "VNNI", "avx2" or "plain".
+    `rounding` is how products with 8-bit inputs round: "VNNI", "avx2" or "plain".
     """
 
     path: Path
@@ -57,7 +57,7 @@ class Built(NamedTuple):
 
     **Attributes:**
 
-    - `path`: the path of the library.
+    - `path`: the library's path.
     - `seconds`: the time taken to compile it, or `None` if it already existed.
     - `compiler`: the command that was used to compile it (or would have been).
     """
@@ -116,7 +116,7 @@ def installed_path() -> Path | None:
 
 
 def packed_name() -> str:
-    """Returns the filename of the library in a wheel, which is specific to a platform but not to jaxlib."""
+    """Returns the library's filename in a wheel, which is specific to a platform but not to jaxlib."""
     return _name()
 
 

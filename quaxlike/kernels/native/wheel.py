@@ -29,8 +29,8 @@ def write_wheel(folder: Path) -> Path:
 
     - `folder`: the directory in which to write the wheel. Created if it does not exist.
 
-    **Returns:** the path of the wheel. Its platform tag is the one reported by Python, so you should use a
-    tool such as `auditwheel` before uploading it to a package index.
+    **Returns:** the wheel's path. Its platform tag is the one reported by Python, so you should use a tool
+    such as `auditwheel` before uploading it to a package index.
 
     **Raises:** `NativeError` if there is no C++ compiler, if compilation fails, or if `wheel` is missing.
     """

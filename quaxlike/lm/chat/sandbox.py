@@ -1,4 +1,4 @@
-"""A sandbox for chat templates. On top of jinja2's own, this bounds the size of any text, list or number.
+"""A sandbox for chat templates. On top of jinja2's own, this bounds any text, list or number in size.
 
 Templates are untrusted programs, and without any bounds a short one could exhaust our memory. So if the
 result of an operation can be much larger than its operands, then we check its size before we perform the

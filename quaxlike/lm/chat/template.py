@@ -33,7 +33,7 @@ class Rendered(NamedTuple):
 
     text: str
     written: list[tuple[int, int]]
-    """The (start, end) of each span of characters that was written by the assistant."""
+    """The (start, end) of each character span that was written by the assistant."""
 
 
 class ChatTemplate:
@@ -255,7 +255,7 @@ def _raise(message: str) -> None:
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
-    """Returns the (start, end) of each answer in the text of a conversation.
+    """Returns the (start, end) of each answer in a conversation's text.
 
     An answer starts at the end of its prompt and ends at the end of its turn. We call `render` with the
     messages, and with whether to append a prompt. Raises `ValueError` if we cannot locate one of the answers.
@@ -325,7 +325,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Finds the end of the content of a message. We require that the text after it doesn't depend on it."""
+    """Finds the end of a message's content. We require that the text after it doesn't depend on it."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

@@ -45,8 +45,8 @@ class Checkpoint(Mapping[str, Any]):
 
     - `config`: the contents of `config.json`, if there is one.  GGUF files have metadata instead, which is
         converted.
-    - `metadata`: the strings in the header of a safetensors file, or the key-value pairs of a GGUF file. If
-        there is no Python type for a number then it is a NumPy scalar.
+    - `metadata`: the strings in a safetensors file's header, or the key-value pairs in a GGUF file. If there
+        is no Python type for a number then it is a NumPy scalar.
     - `format`: the format that we detected, e.g. "gptq", "gguf" or "safetensors".
     - `quantises_embeddings`: whether embeddings are quantised as well. If so, there is no weight from which
         to infer the dtype of activations.

@@ -110,13 +110,13 @@ def save_like(
     """Writes weights to a folder, along with the other files of the checkpoint `source`.
 
     These are the tokeniser, chat templates, generation settings, and modules of sentence-transformers. Note
-    that any existing files of this kind are replaced or removed, as we must never leave the weights of one
-    model next to the tokeniser of another.
+    that any existing files of this kind are replaced or removed, as we must never leave one model's weights
+    next to the tokeniser of another.
 
     The types of the weights determine the format. If `own` is set then we instead use our own format, which
     supports every type.
 
-    **Raises:** `CheckpointError` if no format supports one of the types, or if one of the files to copy isn't
+    **Raises:** `CheckpointError` if no format supports one of the types, or if any of the files to copy isn't
     a regular file inside the folder. In both cases nothing is written.
     """
     formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}

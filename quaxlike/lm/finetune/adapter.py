@@ -24,8 +24,8 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 def make_of(text: str) -> Callable[..., Any]:
     """Looks up a function that creates adapters. You can then pass this to `quaxlike.adapt`.
 
-    `text` is either the name of one of our methods or `MODULE:NAME`, which can be a function or a class with
-    a method called `make`.
+    `text` is either the name of a built-in method or `MODULE:NAME`, which can be a function or a class with a
+    method called `make`.
 
     **Raises:** `FinetuneError` if there is no such function.
     """
@@ -95,7 +95,7 @@ def continued(model: Any, folder: Path) -> Any:
 
 
 def types_of(model: Any) -> list[type]:
-    """Returns the types of all adapters in a model, apart from those that quaxlike itself defines."""
+    """Returns the types of all adapters in a model, apart from the ones that quaxlike itself defines."""
     types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 

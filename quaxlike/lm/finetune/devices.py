@@ -29,8 +29,8 @@ _Tree = TypeVar("_Tree")
 def join(settings: RunSettings) -> None:
     """Connects this process to all others. This must be called before you use JAX in any way.
 
-    If one of the processes doesn't respond for 20 seconds, or exits more than a minute before the others,
-    then JAX terminates all of them. (They couldn't continue without its devices.)
+    If any process doesn't respond for 20 seconds, or exits more than a minute before the others, then JAX
+    terminates them all. (They couldn't continue without its devices.)
 
     **Raises:** `FinetuneError` if we can't reach the coordinator.
     """
@@ -216,8 +216,8 @@ class Devices:
     def take_interrupt(self) -> None:
         """Raises `KeyboardInterrupt` in every process if any one of them was interrupted.
 
-        All processes must call this together. If only one of them were to stop, then all of the others would
-        wait for it forever and not save anything.
+        All processes must call this together. If only one were to stop, then all the others would wait for it
+        forever and not save anything.
         """
         number = interrupt_requested()
         if jax.process_count() > 1:

@@ -1,4 +1,4 @@
-"""The options of the command line. There is one for each setting of a run or of a task."""
+"""The options of the command line. There is one for each setting of a run or task."""
 
 import dataclasses
 from pathlib import Path
@@ -41,7 +41,7 @@ def settings_of(**values: Any) -> Settings:
     """Creates settings from the values of options.
 
     Options of any tasks other than the chosen one are ignored. If `adapter` is the name of a folder then this
-    is converted to a path, unless we have a method of that name. (The same goes for `quantize` and recipe
+    is converted to a path, unless we have a method with that name. (The same goes for `quantize` and recipe
     files.)
 
     **Raises:** `FinetuneError` if an option specifies a file that the chosen task doesn't use, or if there is

@@ -193,7 +193,7 @@ _ORDER = """
 
 
 def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Field[Any]]:
-    """Sorts all options of settings and tasks, so that they are in the order of the command line."""
+    """Sorts all options of settings and tasks, so that they are in command-line order."""
     places = {name: place for place, name in enumerate(_ORDER.split())}
     fields = [field for part in parts for field in dataclasses.fields(part)]
     fields.sort(key=lambda field: places.get(field.name, len(places)))

@@ -66,7 +66,7 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes all accompanying files that differ from those in `files`.
+    """Removes all accompanying files that differ from the ones in `files`.
 
     We do this before adding the new files. This ensures that even if the process is killed in between, the
     weights are never left next to a tokeniser that belongs to another model.

@@ -71,9 +71,7 @@ def _is_without_effect(name: str) -> bool:
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warns about any entries that aren't in `known`, except for those that are disabled or that have no
-    effect.
-    """
+    """Warns about entries that aren't in `known`, except for entries that are disabled or have no effect."""
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()

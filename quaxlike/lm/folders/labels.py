@@ -1,4 +1,4 @@
-"""Conversion between the labels of a classifier and the entries of `config.json`."""
+"""Conversion between a classifier's labels and the entries of `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping

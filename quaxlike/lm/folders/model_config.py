@@ -24,7 +24,7 @@ class UnsupportedConfigError(ErrorAboutFiles):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base class for configurations. The fields are those entries of `config.json` that a model uses."""
+    """Base class for configurations. The fields are the `config.json` entries that a model uses."""
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:

@@ -1,6 +1,6 @@
 """FP8 with one scale per tensor, row, block or tile (DeepSeek, Qwen, vLLM, fbgemm), and ModelOpt's formats.
 
-Source: the layouts of transformers' `finegrained_fp8`, <https://github.com/huggingface/transformers>, and of
+Source: the layouts of transformers' `finegrained_fp8`, <https://github.com/huggingface/transformers>, and
 ModelOpt, <https://github.com/NVIDIA/TensorRT-Model-Optimizer>.
 """
 

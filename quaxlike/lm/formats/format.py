@@ -70,10 +70,9 @@ class Format:
     - `used`: the settings used by `weights`.
     - `without_effect`: other settings that are found in files, but that we can ignore.
     - `by_rows`: whether we can call `weights` on a window of rows, as if this were the whole file. In this
-        case the first axis of each tensor must be rows or tiles of rows, unless the tensor is shared by all
-        rows.
+        case each tensor's first axis must be rows or tiles of rows, unless the tensor is shared by all rows.
     - `quantises_embeddings`: whether the format also quantises embeddings, in which case we can't infer the
-        dtype of the activations from any of the weights.
+        activation dtype from any weight.
     - `detect`: a function that detects the format if there aren't any settings.
     - `settings`: a function that looks up any settings that are stored outside `quantization_config`, given
         `config.json` and the folder. It returns None if there aren't any.
@@ -173,9 +172,7 @@ def layers(
 
 
 def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
-    """Returns a dict with the weight of a layer. It consists of whichever tensors exist amongst those with
-    these suffixes.
-    """
+    """Returns a dict with the weight of a layer. It contains whichever tensors with these suffixes exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 

@@ -1,8 +1,8 @@
 """`generate` and `Conversation`, for generating text with a decoder.
 
-The invariant is that the cache contains the keys and values of exactly those tokens that precede the next
-one, as computed with the current adapters and rotary frequencies. If any of these change then we recompute
-all tokens that are affected.
+The invariant is that the cache contains the keys and values for exactly the tokens that precede the next one,
+as computed with the current adapters and rotary frequencies. If any of these change then we recompute all
+tokens that are affected.
 
 Note that shapes are rounded up to powers of two, as otherwise we would recompile for every length.
 """
@@ -46,8 +46,8 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Generates continuations of texts, one token at a time.
 
-    The keys and values of previous tokens are cached, and this cache is updated in-place. To limit the amount
-    of compilation, lengths are rounded up to powers of two. There are two programs for each length: one that
+    The keys and values of previous tokens are cached, and this cache is updated in-place. To limit
+    recompilation, lengths are rounded up to powers of two. There are two programs for each length: one that
     processes the prompts and one that generates a single token. Both are compiled before the first token.
     (This happens in parallel unless the model is sharded over several devices.)
 

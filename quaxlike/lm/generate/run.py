@@ -60,7 +60,7 @@ class Clock:
 
 
 class Stream:
-    """Decodes the tokens of a single text and writes out whatever is new as each of them arrives."""
+    """Decodes a single text's tokens and writes out whatever is new as each one arrives."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
         self._tokenizer, self._out, self._clock = tokenizer, out, Clock()

@@ -85,8 +85,8 @@ class Memory(AbstractMemory):
     def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
         """Writes keys and values at position `start` onwards.
 
-        Returns the updated cache along with all of this layer's keys and values (not just the new ones), each
-        of shape `(room, kv_heads, size)` and converted to `dtype`.
+        Returns the updated cache along with all this layer's keys and values (not just the new ones), each of
+        shape `(room, kv_heads, size)` and converted to `dtype`.
         """
         key, keys = self._written(self.key, key, start, self.key_axes)
         value, values = self._written(self.value, value, start, self.value_axes)
@@ -182,8 +182,8 @@ def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
 
     This is useful before quantising the rows, as otherwise a few outliers would determine the scale. The
     matrix is orthogonal, so inner products are unchanged if both sides are rotated. (If the size isn't a
-    power of two, then we instead use a block-diagonal matrix, with blocks of the largest power of two that
-    divides it.)
+    power of two, then we instead use a block-diagonal matrix, whose block size is the largest power of two
+    that divides it.)
 
     Ashkboos et al., QuaRot (2024).
     """

@@ -1,4 +1,4 @@
-"""Attention kernels from other libraries, and a table of what each of them doesn't support."""
+"""Attention kernels from other libraries, and a table of what each doesn't support."""
 
 import contextlib
 import functools

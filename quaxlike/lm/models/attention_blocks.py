@@ -1,8 +1,8 @@
 """Softmax attention on a single device, either with all scores materialised or blockwise in linear memory.
 
-The latter attends from blocks of queries to blocks of keys using a running softmax (Milakov and Gimelshein,
-2018, as in Dao et al., FlashAttention, 2022). The backward pass recomputes them, which means that we never
-store the scores of all (query, key) pairs.
+The latter attends from query blocks to key blocks using a running softmax (Milakov and Gimelshein, 2018, as
+in Dao et al., FlashAttention, 2022). The backward pass recomputes them, which means that we never store the
+scores of all (query, key) pairs.
 """
 
 import dataclasses

@@ -134,8 +134,7 @@ class Experts(eqx.Module):
 
         We have two algorithms for this. If there are only a few tokens (typically when decoding), then we
         index into the stacks once for each (token, expert) pair. Otherwise we loop over all experts and apply
-        each one to every token, with a weight of 0 if it wasn't chosen. Both of these work for any type of
-        weight.
+        each one to every token, with a weight of 0 if it wasn't chosen. Both work for any type of weight.
         """
         tokens, choices = chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)

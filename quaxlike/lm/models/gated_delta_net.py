@@ -95,8 +95,8 @@ class AbstractGatedDeltaNet(AbstractMixer):
         """Computes four different projections of each token.
 
         In order, these are the queries, keys and values (all concatenated), then the output gates
-        (concatenated too), and finally two numbers per head: the pre-activation of the learning rate for the
-        correction, and the pre-activation of the decay.
+        (concatenated too), and finally two numbers per head: the pre-activations of the correction's learning
+        rate and of the decay.
         """
 
     def __call__(
@@ -255,7 +255,7 @@ def gated_delta_rule(
 
     Mathematically speaking, a token with key k and value v updates the state S to exp(decay) S + share · k (v
     − exp(decay) Sᵀ k)ᵀ, after which its output is Sᵀ q. In practice we don't do this one token at a time but
-    in chunks of 64, because the corrections within a chunk are the solution of a triangular system.
+    in chunks of 64, because the corrections within a chunk solve a triangular system.
 
     **Arguments:**
 

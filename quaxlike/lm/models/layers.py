@@ -94,7 +94,7 @@ class Conv1D(eqx.Module):
 def linears(
     config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
 ) -> dict[str, Any]:
-    """Creates several linear layers. `sizes` maps the role of each to its number of output features."""
+    """Creates several linear layers. `sizes` maps each role to its number of output features."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
     keys = jax.random.split(key, len(sizes))
     return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}

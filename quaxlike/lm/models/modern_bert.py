@@ -48,12 +48,12 @@ class ModernBertConfig(Config):
     """What to classify. Either the first token ("cls") or the mean over all tokens ("mean")."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
-    """Whether embeddings differ from those in the checkpoint. See `DecoderConfig.new_embeddings`."""
+    """Whether embeddings differ from the checkpoint's. See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
     """Whether each layer uses a sliding window, which has `local_attention / 2` tokens on either side."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings. The first is for layers without a window, and the second for those with one."""
+    """The rotary embeddings. The first is for layers without a window, and the second for layers with one."""
 
     @property
     def num_labels(self) -> int:

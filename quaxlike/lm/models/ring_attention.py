@@ -134,7 +134,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """Adds the cotangents that arise from one block of queries attending to one block of keys."""
+        """Adds the cotangents that arise from one query block attending to one key block."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -154,12 +154,12 @@ class _Ring:
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns the starting position of each block of keys, in the shard we have after `i` turns."""
+        """Returns each key block's starting position, in the shard we have after `i` turns."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
     def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
-        """Returns whether a block of queries attends to a block of keys at all, plus a function for the mask.
+        """Returns whether a query block attends to a key block at all, plus a function for the mask.
 
         It's a function because we only need to compute the mask if the answer is yes.
         """

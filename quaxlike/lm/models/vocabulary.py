@@ -126,7 +126,7 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
 
 
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
-    """Changes the size of an axis to `n`, either by truncating it or by appending copies of `mean`.
+    """Changes an axis size to `n`, either by truncating it or by appending copies of `mean`.
 
     By default, this is the mean over the axis.
     """
@@ -149,7 +149,7 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
 
 
 def with_new_embeddings(node: Any, n: int) -> Any:
-    """Updates the static fields of a model for a vocabulary of size `n` and marks its embeddings as new."""
+    """Updates a model's static fields for a vocabulary of size `n` and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
 

@@ -258,7 +258,7 @@ def _with_embeddings(
     file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
     layouts: Mapping[str, Layout | None],
 ) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
-    """Replaces the embeddings of a model with those in the file.
+    """Replaces a model's embeddings with the ones in the file.
 
     Returns the model, along with its arrays keyed by their names in the file. Tied arrays remain tied, unless
     the file has a separate embedding for each of their names.

@@ -54,15 +54,15 @@ def save_adapter(
     **Arguments:**
 
     - `directory`: the folder to write to. This is created if it doesn't exist.
-    - `model`: the output of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with any of
-        the methods in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
+    - `model`: the output of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with any
+        method in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
         separately.
     - `base_model`: the name or path of the base model, which allows PEFT to load it automatically. Defaults
         to none.
     - `rename`: a function or mapping from names in the model to names in the file, as for `load_adapter`.
         Defaults to transformers' names for the original checkpoint, e.g. `model.language_model.layers` for
-        the layers of a decoder that is part of Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names
-        are those of the decoder's body, since PEFT will apply the adapter to `AutoModel`.
+        the layers in a decoder that is part of Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names
+        come from the decoder's body, since PEFT will apply the adapter to `AutoModel`.
     - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is written to a
         subfolder with this name.
     - `task_type`: the task type that PEFT should use, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or
@@ -347,8 +347,8 @@ def _check_kind(method: Method, layer: Written) -> None:
 
 
 def _without_head(model: PyTree, published: str) -> Rename:
-    """Returns a function that renames the arrays in a decoder to those in its body. This is None for any
-    other model.
+    """Returns a function that maps array names in a decoder to names in its body. This is None for any other
+    model.
 
     `published` is the name of the body inside a larger model.
     """
@@ -394,7 +394,7 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Returns whether the embeddings of a model are different from those in its checkpoint."""
+    """Returns whether a model's embeddings are different from the ones in its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 

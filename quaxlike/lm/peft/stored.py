@@ -1,14 +1,14 @@
 """The names and layouts of arrays in PEFT files, for layers from any framework.
 
-In PyTorch, the weight of a linear layer is `(out, in)`, and the kernel of a convolution is `(out, in,
-*window)`. Both are called `weight`, so we assume that any array with this name already has this layout.
-Biases are one-dimensional.
+In PyTorch, a linear layer's weight is `(out, in)`, and a convolution kernel is `(out, in, *window)`. Both are
+called `weight`, so we assume that any array with this name already has this layout. Biases are
+one-dimensional.
 
-`target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or the
-matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers so
-that the first is innermost, which means that all but the last are found under the `base_layer` of the next.
-The weights of routers are parameters of a separate module, so they are named like this too. (In transformers
-4, each matrix of each expert was a layer with its own adapter.)
+`target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or matrices
+in recurrent cells. If several of a module's parameters are adapted, then PEFT nests their wrappers so that
+the first is innermost, which means that all but the last are found under the `base_layer` of the next. Router
+weights are parameters of a separate module, so they are named like this too. (In transformers 4, each
+expert's matrices were layers with their own adapters.)
 """
 
 import math
@@ -107,8 +107,8 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """Returns the biases that the option `bias` selects, i.e. those of all layers, those of the adapted
-    `layers`, or none.
+    """Returns the biases that the option `bias` selects, i.e. all biases, the ones in the adapted `layers`,
+    or none.
     """
     if mode not in ("all", "lora_only"):
         return []
@@ -121,7 +121,7 @@ def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each adapted parameter to the name of the module that PEFT wraps it in."""
+    """Maps each adapted parameter's name to the name of the module that PEFT wraps it in."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)

@@ -65,7 +65,7 @@ def leave_out_other_parts(file: Any) -> None:
 
 
 def _all_of(file: Any) -> Iterator[dict[str, Any]]:
-    """Yields the contents of the file as dicts, which are keyed by the names of layers or arrays."""
+    """Yields the contents of the file as dicts, which are keyed by layer or array names."""
     yield file.adapters
     yield from (own for _, own in file.beside)
     yield file.trained

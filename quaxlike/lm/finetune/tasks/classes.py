@@ -218,8 +218,8 @@ def new_head(
 ) -> PyTree:
     """Adds a new classification head. It is initialised in the same way as in transformers.
 
-    If the configuration has no padding token then we use the one of the tokeniser, and if there is none there
-    either then the end-of-text token. (This is what TRL does as well.)
+    If the configuration has no padding token then we use the tokeniser's, and if there is none there either
+    then the end-of-text token. (This is what TRL does as well.)
     """
     key = jax.random.fold_in(jax.random.key(train.seed), 1)  # adapters already use the key itself
     pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)

@@ -41,7 +41,7 @@ class NextToken(AbstractTextTask):
     """
 
     chunk: int = 0
-    """The number of tokens per row for which to compute logits at the same time. 0 means all of them."""
+    """The number of tokens per row for which to compute logits at the same time. 0 means all."""
     packed: bool = False
     """Whether several texts can be packed into one row."""
 
