@@ -70,7 +70,7 @@ def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _words(key: Any, n: int, use: int) -> Any:
-    """Generates `n` blocks of four words each, with shape (n, 4), to be used for `use`."""
+    """Generates `n` blocks of four words each, with shape (n, 4)."""
     index = lax.iota(jnp.uint32, n)
     zero = jnp.zeros_like(index)
     block = philox4x32_block((key[0], key[1]), (index, zero, zero, jnp.full_like(index, use)))
@@ -97,8 +97,7 @@ def _fold_in(key: Any, data: Any) -> Any:
 
 def _random_bits(key: Any, bit_width: int, shape: Sequence[int]) -> Any:
     size = math.prod(shape)
-    # We only use one word of the counter for numbering blocks, each of which has 128 bits. Beyond this limit,
-    # blocks would be repeated.
+    # We only use one word of the counter for numbering blocks, each of which has 128 bits.
     if size * bit_width > 2**32 * 128:
         raise ValueError(
             f"philox4x32 generates 2**39 bits per key; found a shape of {tuple(shape)}. Split the key."

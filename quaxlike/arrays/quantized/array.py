@@ -33,7 +33,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     flattens = True
 
     codebook: ClassVar[np.ndarray]
-    """The 16 values that are represented by the codes."""
+    """The 16 values that codes represent, before multiplying by the scale."""
 
     largest: ClassVar[float] = 1.0
     """The value in the codebook to which a block's largest magnitude is mapped."""

@@ -108,7 +108,7 @@ class AbstractQuantizedArray(GradientsArray):
     """If the columns of codes are sorted, then the logical column of each stored column; otherwise None."""
 
     flattens: ClassVar[bool] = False
-    """Whether `quantize` first flattens the array, like bitsandbytes, and supports nested scales."""
+    """Whether `quantize` first flattens the array (as bitsandbytes does) and supports nested scales."""
 
     @classmethod
     @checked
@@ -191,7 +191,7 @@ class AbstractQuantizedArray(GradientsArray):
     def encoded(
         self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
     ) -> tuple[Array, Any]:
-        """Quantises rows of the stored array, using the same format as this array."""
+        """Quantises rows of the stored array to the format of this array, e.g. after updating its values."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
@@ -310,7 +310,7 @@ class AbstractQuantizedArray(GradientsArray):
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """Returns the scales as used by the codec. Applies `stop_gradient` if they are frozen."""
+        """Returns the scales as used by the codec. If they are frozen then this applies `stop_gradient`."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
@@ -630,7 +630,7 @@ class AbstractQuantizedArray(GradientsArray):
 
 @functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
 def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
-    """Decodes rows of codes, with columns in the order in which they are stored."""
+    """Decodes rows of codes. Note that this doesn't reorder the columns, even if the array has an `order`."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], count))
     return join(codec.planes(count, block, parts), count)

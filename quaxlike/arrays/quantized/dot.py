@@ -99,8 +99,9 @@ def contract(
 class _Plan:
     """How to treat the stored weight as a stack of matrices, with axes `batch`, `mapped`, rows and columns.
 
-    `x` has the `batch` axes as well, which aren't summed over, but doesn't have the `mapped` axes.
-    Contracting columns computes `x @ W.T`, whereas contracting rows computes `x @ W` (`transpose`).
+    This is needed because our kernels multiply by a single matrix. We map over the `batch` axes, which `x`
+    has as well, and over the `mapped` axes, which it doesn't have. Contracting columns computes `x @ W.T`,
+    whereas contracting rows computes `x @ W` (`transpose`).
     """
 
     batch: _Names
@@ -185,7 +186,7 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """Returns the name that an axis has in a slice along the first stored axis."""
+    """Returns the name that an axis has in a slice along the first stored axis, which removes this axis."""
     return name if name < 0 else name - 1
 
 
@@ -328,7 +329,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses the window of a kernel, as for the gradient of a convolution."""
+    """Reverses the window of a kernel, which JAX does in order to compute the gradient of a convolution."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

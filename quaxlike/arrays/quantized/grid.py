@@ -29,7 +29,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """Rounds elements in these columns to the nearest table entries, and returns their indices."""
+        """Returns the indices of the table entries that are nearest to the elements in these columns."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2

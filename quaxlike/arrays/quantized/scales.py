@@ -119,8 +119,9 @@ def encode(
 
 
 def _weights(importance: Array | None, n: int, block: int) -> Array:
-    """Divides the weights into blocks. Zero weights are made slightly positive, so that codes are
-    well-defined.
+    """Divides the weights into blocks.
+
+    We make zero weights slightly positive. Otherwise the best codes for these elements would be arbitrary.
     """
     if importance is None:
         if not n % block:
@@ -264,9 +265,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """Checks the error weights passed by the user, and transposes them to match the axes of the stored
-    array.
-    """
+    """Checks the error weights passed by the user. Returns these with the axes of the stored array."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:

@@ -86,7 +86,8 @@ def _broadcast_in_dim(
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
     if w.order is not None and len(inner) < len(w.inner_shape):
         return NotImplemented  # rows share an order, and the codes of each row are packed separately
-    # Expanded inner axes are removed, and then added as leading axes, in the same way as new ones.
+    # Inner axes can't be expanded without cutting blocks. As an expanded axis has size one, we can remove it
+    # and then add it as a leading axis, in the same way as for new axes.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})
     kept = [*range(n), *inner]
@@ -142,7 +143,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
-    """Stacks arrays along a new axis, which is the first axis of the stored array."""
+    """Stacks arrays along a new axis. It becomes the first axis of the stored array, so no block is cut."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(with_most_leading_axes(w) for w in ws)

@@ -226,7 +226,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def density(self) -> float:
-        """The number of slots divided by the number of all blocks."""
+        """The number of slots divided by the number of all blocks. Note that this includes empty slots."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -302,7 +302,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """Returns the columns of the blocks in each row, in increasing order, followed by padding."""
+    """Returns the columns of the blocks in each row, in increasing order and followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

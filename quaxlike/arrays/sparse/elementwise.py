@@ -1,4 +1,4 @@
-"""Elementwise functions of sparse arrays, and reductions of their elements.
+"""Elementwise functions and reductions of sparse arrays.
 
 Note that there are no rules for functions that don't map zero to zero, because their results wouldn't be
 sparse.

@@ -169,7 +169,7 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
     shape = [1] * (xs[0].ndim + 1)
     for size, place in zip(xs[0].shape, new, strict=True):
         shape[place] = size
-    # Add the new axis with size one, and then concatenate along it.
+    # Stacking is the same as first adding an axis of size one and then concatenating along it.
     parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
     return _concatenate(*parts, dimension=axis)
 
@@ -319,7 +319,9 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`."""
+    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`. This turns the
+    stored elements of each row into a dense row.
+    """
     n = at.ndim - 1
     zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)
     return add_at(zeros, (at,), found, num_batch=n)

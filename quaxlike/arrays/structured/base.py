@@ -141,7 +141,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return NotImplemented if its else self.with_parts(parts)
 
     def paired(self: _M, other: Any, fn: Callable[[Any, Any], Any]) -> _M:
-        """Applies `fn` to each pair of parts. The other matrix must have the same type and shape."""
+        """Applies `fn` to each pair of parts, for another matrix with the same type and shape."""
         x, y = self.converted(self.dtype).stacked(), other.converted(other.dtype).stacked()
         return x.with_parts({name: quaxify(fn)(part, y.parts[name]) for name, part in x.parts.items()})
 
@@ -195,7 +195,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """Adds any missing batch axes to every part."""
+        """Adds any missing batch axes to every part, so that no part is shared any more."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
@@ -232,8 +232,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """Adds any batch axes that each part has in `like`, and converts all parts to a single dtype if their
-        dtypes differ from those in `like`.
+        """Adds any batch axes that each part has in `like`. If dtypes differ from the ones in `like`, then
+        this also converts all parts to a single dtype.
 
         We materialise if the parts have different sizes or types, for which there's no common structure.
         """

@@ -13,7 +13,9 @@ from .base import StructuredMatrix, as_part, diagonal_of, lead
 
 
 class BlockDiagonalMatrix(StructuredMatrix):
-    """A matrix with blocks of equal shape along the diagonal, and zeros elsewhere.
+    """A matrix with blocks of equal shape along its diagonal and zeros everywhere else.
+
+    Products take time proportional to the size of the blocks, rather than to the size of the whole matrix.
 
     **Arguments:**
 

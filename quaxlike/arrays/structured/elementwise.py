@@ -1,4 +1,7 @@
-"""Addition, scaling and elementwise functions that preserve the structure of a matrix."""
+"""Addition, scaling and elementwise functions that preserve the structure of a matrix.
+
+If an operation doesn't preserve the structure, then its rule declines and the matrix is materialised.
+"""
 
 import functools
 import math

@@ -128,7 +128,7 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """Selects whole matrices from a stack, as in `stack[indices]`."""
+    """Selects whole matrices from a stack."""
     dnums, n = dimension_numbers, x.num_batch
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)

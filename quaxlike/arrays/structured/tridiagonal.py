@@ -99,7 +99,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Returns the three diagonals indexed by row, padded to the length of the main diagonal."""
+        """Returns all three diagonals, padded so that each of them has one element per row."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)

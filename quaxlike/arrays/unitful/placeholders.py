@@ -85,7 +85,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """Calls `promote` without `like`, and returns a result whose leaves are shapes rather than arrays."""
+    """Calls `promote` without `like`. The leaves of the result are shapes, rather than arrays."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:

@@ -168,7 +168,7 @@ def _lift(x: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    """Returns the number that fills `x`, or None if it isn't known."""
+    """Returns the number that fills `x`, or None if it isn't known when tracing."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 

@@ -23,7 +23,7 @@ _Write = Callable[..., list[np.ndarray]]
 
 
 class BlockType(NamedTuple):
-    """The layout of a quantised type, i.e. its block size, its codec, and functions to read and write blocks.
+    """The layout of a quantised type: its block size, its codec, and functions that read and write blocks.
 
     Note that `write` returns each field of a block separately, in the order that they appear in the file.
     """
