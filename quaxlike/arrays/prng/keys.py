@@ -1,7 +1,8 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
 JAX's own keys have an extended dtype. Unfortunately this isn't supported by `np.save`, by weight averaging,
-or by many checkpointers. Here the leaves are just plain words, and the name of the generator is static.
+or by many checkpointers. Here the leaves are just plain words instead, and the name of the generator is
+static.
 """
 
 import functools
@@ -108,7 +109,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """Returns JAX's dtype for keys of this generator, and the number of words per key."""
+    """Returns the JAX dtype for keys of this generator, and the number of words per key."""
 
     def make() -> Any:
         return jax.random.key(0, impl=_implementation(impl))
@@ -119,7 +120,9 @@ def _like(impl: str) -> tuple[Any, int]:
 
 @checked
 def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
-    """Creates a key from a seed. As `jax.random.key`, but returns a [`quaxlike.arrays.prng.KeyArray`][].
+    """Creates a key from a seed.
+
+    This is like `jax.random.key`, except that it returns a [`quaxlike.arrays.prng.KeyArray`][].
 
     **Arguments:**
 

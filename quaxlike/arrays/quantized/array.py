@@ -33,7 +33,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     flattens = True
 
     codebook: ClassVar[np.ndarray]
-    """The 16 values that are represented by the codes."""
+    """The 16 values that codes represent, before multiplying by the scale."""
 
     largest: ClassVar[float] = 1.0
     """The value in the codebook to which a block's largest magnitude is mapped."""
@@ -78,7 +78,10 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
-        """Inverts `from_flat`, i.e. converts the codes to a single row of bytes; None if impossible."""
+        """Inverts `from_flat`, by converting the codes to a single row of bytes.
+
+        Returns None if this isn't possible, for example because nested scales can't be merged.
+        """
         if self.axes or (self.num_lead and not self.joins(in_columns=True)):
             return None
         if not self.num_lead:
@@ -107,14 +110,14 @@ class FP4Array(AbstractCodebookArray):
 
 
 class Int4Array(AbstractCodebookArray):
-    """A 4-bit integer array: integers from -7 to 7, with one scale per block."""
+    """A 4-bit integer array, which stores integers from -7 to 7 and one scale per block."""
 
     codec, codebook = CODECS["int4"], blockwise.INT4
     largest = 7.0
 
 
 class Int8Array(AbstractQuantizedArray):
-    """An 8-bit integer array: integers from -127 to 127, with one scale per channel or block."""
+    """An 8-bit integer array, which stores integers from -127 to 127 and one scale per channel or block."""
 
     codec, order = CODECS["int8"], None
 
@@ -126,7 +129,7 @@ class Int8Array(AbstractQuantizedArray):
 
 
 class BlockArray(AbstractQuantizedArray):
-    """An array in any published block format. How codes and scales are decoded is specified by a codec.
+    """An array in any published block format, where a codec specifies how to decode the codes and scales.
 
     This is usually created by `quantize`, or read from a file by `quaxlike.lm.read`. As with all quantised
     arrays, products on either side, transposing, slicing and stacking don't change the codes.
@@ -160,7 +163,7 @@ class BlockArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _B:
-        """Creates an array from scales and codes, with one code per byte. Used for reading files.
+        """Creates an array from scales and codes, with one code per byte. This is used for reading files.
 
         **Arguments:**
 
@@ -203,9 +206,10 @@ class BlockArray(AbstractQuantizedArray):
 class CacheArray(AbstractQuantizedArray):
     """A quantised array that can be updated, such as a key cache.
 
-    `dynamic_update_slice` rounds the update, and doesn't change any other codes. If the update only covers
-    part of the last axis (along which elements share scales) then the array is materialised, as for all other
-    quantised arrays. Use `empty` to create one.
+    `dynamic_update_slice` only rounds the update. All other codes and scales remain unchanged, so rounding
+    errors don't accumulate as you append to a cache. Note that if the update only covers part of the last
+    axis (along which elements share scales) then the array is materialised, as for all other quantised
+    arrays. Use `empty` to create one.
 
     **Arguments:** as for [`quaxlike.BlockArray`][].
     """
@@ -242,7 +246,7 @@ class CacheArray(AbstractQuantizedArray):
             ```
         """
         block = find_codec(cls, codec).block
-        # If the axis is smaller than a block of the codec then there's a single block.
+        # If the axis is smaller than the block size of the codec then a single block covers all of it.
         block = None if block is None or block >= shape[-1] else block
 
         def make(x: Any) -> Any:

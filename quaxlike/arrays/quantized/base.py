@@ -7,8 +7,8 @@ along which it is divided into blocks:
     stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
 
 This means that `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding can all act on the
-leading axes of the leaves, and the logical shape follows from these. In contrast, blocks might cross the
-inner axes, so a rule must never cut an inner axis, as it would pair codes with the wrong scales.
+leading axes of the leaves, and the logical shape follows from these. Importantly, the same is *not* true of
+the inner axes: blocks can cross these, so cutting one would pair codes with the wrong scales.
 """
 
 import abc
@@ -74,9 +74,9 @@ class AbstractQuantizedArray(GradientsArray):
         gradients should be propagated through them, without training them (this is set by multiplying by a
         traced factor); `"train"` if they should be trained as well.
     - `activations`: if this is `"int8"` or `"fp8"` then the other operand of a product is rounded, row by
-        row, so that codes are multiplied by codes. None: the other operand isn't rounded.
-    - `input_limit`: with `activations`, the magnitude to which the other operand's largest code corresponds;
-        anything larger is clipped. None: use the maximum of each row.
+        row, so that codes are multiplied by codes. If this is None then it isn't rounded.
+    - `input_limit`: with `activations`, the magnitude that is represented by the largest code of the other
+        operand; anything larger is clipped. If this is None then we use the maximum of each row.
     - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
         from codes as well.
     - `compute`: if this is `"int8"` then products on a CPU round the other operand to 8 bits, in blocks of 32
@@ -108,7 +108,7 @@ class AbstractQuantizedArray(GradientsArray):
     """If the columns of codes are sorted, then the logical column of each stored column; otherwise None."""
 
     flattens: ClassVar[bool] = False
-    """Whether `quantize` first flattens the array, like bitsandbytes, and supports nested scales."""
+    """Whether `quantize` first flattens the array (as bitsandbytes does) and supports nested scales."""
 
     @classmethod
     @checked
@@ -191,7 +191,7 @@ class AbstractQuantizedArray(GradientsArray):
     def encoded(
         self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
     ) -> tuple[Array, Any]:
-        """Quantises rows of the stored array, using the same format as this array."""
+        """Quantises rows of the stored array to the format of this array, e.g. after updating its values."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
@@ -284,7 +284,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The number of rows and of codes per row in the last axis. One row, unless rows share an order."""
+        """The number of rows in the last axis (just one unless rows share an order), and of codes per row."""
         inner = self.inner_shape
         return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
@@ -305,18 +305,18 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def parts(self) -> Any:
-        """The leaves needed by `matmul`, as a pytree. Applies `stop_gradient` if the scales are frozen."""
+        """The leaves for `matmul`, as a pytree. If scales are frozen then this applies `stop_gradient`."""
         leaves = self.codes, self.scale, self.order
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """Returns the scales as used by the codec. Applies `stop_gradient` if they are frozen."""
+        """Returns the scales as used by the codec. If they are frozen then this applies `stop_gradient`."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Returns whether leading axes can be merged into the columns (with the inner axes), or else the
-        rows, of one large matrix.
+        """Returns whether the leading axes can be merged into one large matrix, either as additional rows or
+        (if `in_columns` is set) as additional columns.
         """
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
@@ -358,9 +358,9 @@ class AbstractQuantizedArray(GradientsArray):
     def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
         """Reshapes the stored array to `first + inner`, with as few inner axes as possible.
 
-        An axis has to be an inner one if slicing along it would cut blocks. If scales are nested then this
-        applies to all inner axes, since nested blocks cross rows. Scales for whole rows are repeated for each
-        part of a row.
+        An axis must be an inner one if slicing along it would cut blocks. (If scales are nested then this is
+        the case for all inner axes, because nested blocks cross rows.) If a row is split, then a scale that
+        applies to the whole row is repeated for each part of it.
         """
         count, block, cuts = math.prod(inner), self.block, self.codec.cuts
         shared = self.block_size is None and count == self.matrix[1] > 0
@@ -393,7 +393,7 @@ class AbstractQuantizedArray(GradientsArray):
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
-        """Returns slice `i` of the stored array along its first axis, materialised if this cuts blocks."""
+        """Returns slice `i` along the first stored axis. We materialise this slice if it would cut blocks."""
         if self.num_lead:
             part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
@@ -448,7 +448,7 @@ class AbstractQuantizedArray(GradientsArray):
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
         """Materialises slices of the stored array along its first axis, `(*batch, *stored_shape[1:])`.
 
-        This must be an inner axis, as opposed to a leading one.
+        Note that this must be an inner axis. (For a leading axis, we can just index the leaves instead.)
         """
         codes, scales = self.rows_of_codes()
         shape = self.stored_shape[1:]
@@ -491,7 +491,7 @@ class AbstractQuantizedArray(GradientsArray):
         codes, scale, order = parts
         found = self._for_kernels(parts, shape)
         if found is None:
-            # Rows of the matrix are only parts of rows of codes. (Weights of typical models don't do this.)
+            # Each row of the matrix is only part of a row of codes. (In practice this is rare for weights.)
             if self.compute is not None:
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
@@ -563,7 +563,7 @@ class AbstractQuantizedArray(GradientsArray):
     def widen(self: _Q, like: Value) -> _Q | Array:
         """Propagates gradients to the scales, or converts them to float32, if this was done for `like`.
 
-        Materialises if the layouts differ.
+        We materialise if the layouts differ, because then the same codes wouldn't have the same meaning.
         """
         if not isinstance(like, AbstractQuantizedArray):
             return self
@@ -630,7 +630,7 @@ class AbstractQuantizedArray(GradientsArray):
 
 @functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
 def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
-    """Decodes rows of codes, with columns in the order in which they are stored."""
+    """Decodes rows of codes. Note that this doesn't reorder the columns, even if the array has an `order`."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], count))
     return join(codec.planes(count, block, parts), count)

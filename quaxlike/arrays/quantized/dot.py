@@ -76,7 +76,8 @@ def contract(
     x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
     lead = plan.lead_order(w.num_lead)
-    # Some leading axes are merged into the matrix.
+    # In this case the plan merges some of the leading axes into the matrix, so first convert to a form that
+    # allows this.
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
     parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), w.parts)
@@ -98,8 +99,9 @@ def contract(
 class _Plan:
     """How to treat the stored weight as a stack of matrices, with axes `batch`, `mapped`, rows and columns.
 
-    `x` has the `batch` axes as well, which aren't summed over, but doesn't have the `mapped` axes.
-    Contracting columns computes `x @ W.T`, whereas contracting rows computes `x @ W` (`transpose`).
+    This is needed because our kernels multiply by a single matrix. We map over the `batch` axes, which `x`
+    has as well, and over the `mapped` axes, which it doesn't have. Contracting columns computes `x @ W.T`,
+    whereas contracting rows computes `x @ W` (`transpose`).
     """
 
     batch: _Names
@@ -147,10 +149,14 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
 def _contract_slices(
     x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """Multiplies by each slice of the stored weight along its first axis, which is decoded separately."""
+    """Multiplies by each slice of the stored weight along its first axis.
+
+    This is the fallback if we can't treat the weight as a stack of matrices. Each slice is decoded
+    separately, so we still never have the whole dense weight in memory.
+    """
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
-    # There are no slices to sum over.
+    # If there aren't any slices, then an empty sum is zero.
     if not w.stored_shape[0]:
         sizes = dict(enumerate(w.stored_shape)) | dict(zip(x_names, x.shape, strict=True))
         return jnp.zeros([sizes[name] for name in out_names], dtype)
@@ -180,7 +186,7 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """Returns the name that an axis has in a slice along the first stored axis."""
+    """Returns the name that an axis has in a slice along the first stored axis, which removes this axis."""
     return name if name < 0 else name - 1
 
 
@@ -212,7 +218,11 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """Processes rows (which are sorted by expert) in tiles, each of which uses a single expert."""
+    """Processes rows (which are sorted by expert) in tiles, each of which uses a single expert.
+
+    This means that we only have to decode the weights of one expert at a time, and that we don't have to
+    decode the weights of experts without any rows.
+    """
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
@@ -240,7 +250,7 @@ def _ragged_dot_general(
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
     dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
-    # Without any rows or experts, there aren't any tiles.
+    # Without any rows or experts there aren't any tiles to map over, and all outputs are zero.
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
@@ -308,7 +318,7 @@ def _beside(x: Array, ndim: int) -> Array:
 
 @register("conv_general_dilated")
 def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **params: Any) -> Any:
-    """Decodes the kernel, and again in the backward pass, so that only codes are stored as residuals."""
+    """Decodes the kernel. The backward pass decodes it again, so that only codes are stored as residuals."""
 
     @jax.checkpoint
     def product(x: Array, w: AbstractQuantizedArray) -> Array:
@@ -319,7 +329,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses the window of a kernel, as for the gradient of a convolution."""
+    """Reverses the window of a kernel, which JAX does in order to compute the gradient of a convolution."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

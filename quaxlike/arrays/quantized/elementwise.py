@@ -1,7 +1,7 @@
 """Arithmetic on scales or on code tables: multiplication, powers, and the sums that occur in penalties.
 
 We don't change the codes. This means that the result is rounded once for each block (or table entry), rather
-than once for each element.
+than once for each element, so it isn't bit-for-bit identical to the dense result.
 """
 
 import dataclasses
@@ -39,7 +39,10 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """Computes the square of an array. Codes can't represent any other product of quantised arrays."""
+    """Computes the square of an array, as needed for an L2 penalty.
+
+    (In general, codes can't represent the product of two different quantised arrays.)
+    """
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
     # The values of leaves aren't known when tracing, so compare the leaves by identity.
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
@@ -56,11 +59,11 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     """Multiplies `w` by a scalar, or by factors for whole rows of codes.
 
-    The product is rounded once for each block, as opposed to each element. Note that even if the scales are
+    The product is rounded once for each block, rather than for each element. Note that even if the scales are
     frozen, a traced factor still receives gradients through the scales of the result.
     """
-    # Every term is infinite, in which case their sum might be NaN, even though the dense array has infinity
-    # here.
+    # Here every term of a sum would become infinite, so the sum might be NaN, even though the dense array has
+    # infinity in this position.
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)

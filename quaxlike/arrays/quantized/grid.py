@@ -1,4 +1,7 @@
-"""The values that can be represented by a quantised matrix, as long as its scales aren't changed."""
+"""The values that can be represented by a quantised matrix without changing its scales.
+
+Calibration uses this to choose codes that aren't simply the nearest ones.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +29,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """Rounds elements in these columns to the nearest table entries, and returns their indices."""
+        """Returns the indices of the table entries that are nearest to the elements in these columns."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -48,7 +51,8 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # Tables can contain infinities, and several codes might have the same value.
+    # Tables can contain infinities, which we never want to round to. Also, several codes might have the same
+    # value.
     values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)

@@ -45,7 +45,7 @@ class BlockScales(eqx.Module):
 
         scaled = self
         if self.outer is not None:
-            # For some codecs, the outer scale is a divisor.
+            # Some codecs divide by the outer scale, rather than multiplying by it.
             outer = self.outer / factor if codec.over else wide(self.outer) * factor
             scaled = dataclasses.replace(self, outer=outer)
         else:
@@ -81,10 +81,10 @@ def encode(
     - `x`: `(*lead, n)`, any floating dtype. We always compute in float32.
     - `codec`: the format in which codes, scales and zeros are stored.
     - `block`: the number of elements that share a scale; the last block of each row can be smaller.
-    - `like`: scales and zeros whose dtypes to use. Default: those of the codec.
+    - `like`: scales and zeros whose dtypes to use. Default: the dtypes of the codec.
     - `key`: a PRNG key for stochastic rounding, which is unbiased. Default: round to nearest.
-    - `searches`: whether to search for the scales with the smallest error, as opposed to using scales that
-        cover the range of each block. Default: False.
+    - `searches`: whether to search for the scales with the smallest error, rather than using scales that
+        cover the range of each block. This is slower, but more accurate. Default: False.
     - `importance`: weights for the squared errors in this search, `(n,)` or `(*lead, n)`. Default: all equal.
 
     **Returns:** the codes (one per byte), and the scales.
@@ -103,7 +103,7 @@ def encode(
         parts = _stored(*_wanted(blocks, codec), codec, like)
     scale, zero = codec.scales_and_zeros(*parts.parts())
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
-    # If a block only contains zeros then its scale is zero as well.
+    # If a block only contains zeros then its scale is zero as well, so we have to avoid dividing by it.
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     if zero is None:
         wanted = blocks * inverse
@@ -119,8 +119,9 @@ def encode(
 
 
 def _weights(importance: Array | None, n: int, block: int) -> Array:
-    """Divides the weights into blocks. Zero weights are made slightly positive, so that codes are
-    well-defined.
+    """Divides the weights into blocks.
+
+    We make zero weights slightly positive. Otherwise the best codes for these elements would be arbitrary.
     """
     if importance is None:
         if not n % block:
@@ -264,7 +265,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """Transposes the user's weights for errors, to match the axes of the stored array."""
+    """Checks the error weights passed by the user. Returns these with the axes of the stored array."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:

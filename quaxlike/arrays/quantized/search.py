@@ -35,8 +35,8 @@ _SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
 # For blocks with a minimum, candidates stretch the range by this many codes.
 _STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
-# A sentinel, for which the best scale so far is fitted once more. Treating this as just another candidate
-# means that we only need a single loop, which is the fastest to compile.
+# A sentinel candidate, for which the best scale so far is fitted once more. (We could instead do this after
+# the loop, but treating it as just another candidate is faster to compile.)
 _AGAIN = np.zeros(2, np.float32)
 
 
@@ -56,7 +56,10 @@ class FittedScales(NamedTuple):
 def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
-    """Finds the best scales prior to rounding. `weights` must broadcast against the elements."""
+    """Finds the best scales, prior to rounding these to the format of the codec.
+
+    `weights` must broadcast against the elements.
+    """
     # Normalise by the largest magnitude. Without this, the squares of small values could underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
@@ -150,7 +153,7 @@ def _symmetric(
 
 
 def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[Array, Array, Array]:
-    """Finds scales and minima, and weights for the scales."""
+    """Finds scales and minima for blocks that have both. Also returns weights for the scales."""
     rounded, (_, high) = _rounding(codec), codec.range()
     least = _allowed(jnp.min(x, axis=-1, keepdims=True), codec)
     above = x - least

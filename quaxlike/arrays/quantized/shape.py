@@ -68,17 +68,17 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds axes, or expands axes of size one, in either case by repeating the leaves along leading axes."""
+    """Adds axes or expands axes of size one. In either case, this repeats the leaves along leading axes."""
     if params.get("sharding") is not None:
         return NotImplemented
     dims, n, shape = tuple(broadcast_dimensions), w.num_lead, tuple(shape)
     stretched = {w.permutation[i] for i, axis in enumerate(dims) if shape[axis] != w.shape[i]}
     new = [axis for axis in range(len(shape)) if axis not in dims]
     outer = len(shape) - len(w.inner_shape)
-    # This only adds or expands leading axes.
+    # In the simplest case, we only add or expand leading axes.
     if not w.axes and dims[n:] == tuple(range(outer, len(shape))) and all(i < n for i in stretched):
         return _broadcast_lead(w, shape[:outer], dims[:n])
-    # This only adds axes of size one.
+    # If we only add axes of size one then this is equivalent to a reshape.
     if not stretched and all(shape[axis] == 1 for axis in new):
         out = reshaped(w, shape)
         if out is not None:
@@ -86,7 +86,8 @@ def _broadcast_in_dim(
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
     if w.order is not None and len(inner) < len(w.inner_shape):
         return NotImplemented  # rows share an order, and the codes of each row are packed separately
-    # Expanded inner axes are removed, and then added as leading axes, in the same way as new ones.
+    # Inner axes can't be expanded without cutting blocks. As an expanded axis has size one, we can remove it
+    # and then add it as a leading axis, in the same way as for new axes.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})
     kept = [*range(n), *inner]
@@ -142,7 +143,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
-    """Stacks arrays along a new axis, which is the first axis of the stored array."""
+    """Stacks arrays along a new axis. It becomes the first axis of the stored array, so no block is cut."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(with_most_leading_axes(w) for w in ws)
@@ -166,7 +167,10 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """Sets the strongest `gradients` on all arrays, and converts scales to float32 if any were scaled."""
+    """Sets the strongest `gradients` on all arrays and converts scales to float32 if any were scaled.
+
+    This is used before joining arrays, because their static fields and dtypes must match.
+    """
     if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
         ws = tuple(w.times(jnp.float32(1)) for w in ws)
     marks: list[Gradients] = [w.gradients for w in ws]
@@ -244,7 +248,10 @@ def _dynamic_slice(
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
-    """Rounds the update, which must consist of whole rows of codes."""
+    """Rounds the update, which must consist of whole rows of codes.
+
+    (Otherwise some of its elements would share a scale with elements that aren't updated.)
+    """
     update = jnp.asarray(update)
     free = with_free_axes(w, _cut_by(update, w))
     if free is None:
@@ -258,7 +265,7 @@ def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, 
 def _dynamic_update_slice_of_codes(
     w: CacheArray, update: CacheArray, *starts: ArrayLike, **params: Any
 ) -> Any:
-    """Copies codes that have the same format."""
+    """Copies the codes of an update that has the same format, so that we don't have to round it again."""
     free, new = (with_free_axes(x, _cut_by(update, w)) for x in (w, update))
     if free is None or new is None or jax.tree.structure(free) != jax.tree.structure(new):
         return NotImplemented
@@ -308,7 +315,7 @@ def _gather(
         return _with_all_axes(
             w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
         )
-    # If the slice has the full size of an axis then its index is clamped to 0.
+    # If the slice has the full size of an axis then its index is always clamped to 0, so we can ignore it.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
     free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
@@ -366,7 +373,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """Implements lookups that drop axes of size 1, by first keeping these, and then squeezing the result."""
+    """Implements lookups that drop axes of size 1, by first keeping these and then squeezing the result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
@@ -393,7 +400,10 @@ def _of_stored(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> tuple[Any, Sequence[int]]:
-    """Returns the equivalent lookup in the stored array, and the order of the result's axes."""
+    """Performs the equivalent lookup in the stored array.
+
+    Also returns the permutation that moves the axes of the result to where the caller expects them.
+    """
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)

@@ -1,4 +1,4 @@
-"""Sparse arrays, for which only the nonzero elements are stored."""
+"""Sparse arrays, which only store their nonzero elements (or blocks)."""
 
 # These are imported to register their rules.
 from . import block_rules, dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -1,8 +1,8 @@
 """`BlockSparseArray`: a weight for which only some square blocks are stored.
 
-The pattern is described by index arrays, but is never differentiated or changed by training: only the blocks
-have gradients. Since `col_idx` and `transposed_idx` describe the same pattern (by rows and by columns
-respectively), they must always be updated together, as otherwise products on the other side would use the
+The pattern is described by index arrays, which are never differentiated or changed by training. Only the
+blocks have gradients. Note that `col_idx` and `transposed_idx` describe the same pattern, once by rows and
+once by columns, so they must always be updated together. Otherwise products on the other side would use the
 wrong blocks.
 """
 
@@ -30,14 +30,15 @@ from .stacks import AbstractSparseArray, check_values, is_stacked, largest, same
 
 
 class BlockSparseArray(ArrayOperators, AbstractSparseArray):
-    """A matrix that is zero outside of some square blocks, or a stack of such matrices.
+    """A matrix that is zero outside some square blocks, or a stack of such matrices.
 
     Products on either side, both forward and backward, take time proportional to the number of stored blocks,
     and never form the dense matrix. As only stored blocks have gradients, a pruned weight remains pruned
     during training.
 
-    Blocks are stored by block row (block-ELL), where every row has the same number of slots, namely as many
-    as there are blocks in the fullest row.
+    Blocks are stored by block row (this layout is known as block-ELL), where every row has as many slots as
+    there are blocks in the fullest row. In practice this means that you don't want a single row to have many
+    more blocks than the others.
 
     **Arguments:**
 
@@ -119,7 +120,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             flat = norms.reshape(*norms.shape[:-2], -1)
             masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
-        # The index of padding is out of bounds. So first clip it, and then clear these slots.
+        # The index of padding is out of bounds. So first clip it, which fills these slots with arbitrary
+        # blocks, and then clear them.
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, from_numpy(places), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
@@ -224,7 +226,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def density(self) -> float:
-        """The number of slots divided by the number of all blocks."""
+        """The number of slots divided by the number of all blocks. Note that this includes empty slots."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -264,7 +266,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return alike and same_index(self.col_idx, other.col_idx)
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
-        """Replaces some fields, without checking that they are consistent with the others."""
+        """Replaces some fields without checking that they are consistent with the others."""
         return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -300,7 +302,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """Returns the columns of the blocks in each row, in increasing order, followed by padding."""
+    """Returns the columns of the blocks in each row, in increasing order and followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

@@ -1,4 +1,8 @@
-"""Rules for the axes of block-sparse arrays (all leaves have the batch axes), and for sums."""
+"""Rules for sums and axes of block-sparse arrays.
+
+Most of these only apply to batch axes, and they require all leaves to have these axes. (A block that is a
+Value might not.)
+"""
 
 import math
 from collections.abc import Callable, Sequence

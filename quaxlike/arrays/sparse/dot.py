@@ -116,7 +116,11 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
 
 
 def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:
-    """Contracts any axes, with elements in any order: each scales a row of `x`, and these are then summed."""
+    """Contracts any axes, with elements in any order.
+
+    Each element scales a row of `x`, and the scaled rows are then scattered into the result. This is slower
+    than the CSR kernels, but doesn't require the elements to be ordered.
+    """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     shape, w = w.shape, unstacked(w)
     into, out_of = [*of_w.batch, *of_w.free], [*of_w.batch, *of_w.contracting]
@@ -144,10 +148,13 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 
 
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
-    """Multiplies two sparse arrays with concrete patterns, whose pairs of elements we find when tracing."""
+    """Multiplies two sparse arrays with concrete patterns.
+
+    This means that we can find all pairs of elements to be multiplied when tracing, using NumPy.
+    """
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of pairs determines a shape, which means that we have to know it when tracing.
+    # The number of pairs determines a shape, so we have to know it when tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
     of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))
@@ -175,8 +182,8 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """The fallback if the other operand can only be multiplied by plain arrays, e.g. if it's quantised.
 
-    This is also used for two sparse arrays without any other rule, where only the smaller one is
-    materialised.
+    This is also used for two sparse arrays without any other rule. In that case we only materialise the
+    smaller one, so that the product still exploits the sparsity of the other.
     """
     sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
     smallest = min(sparse, key=lambda v: v.size)

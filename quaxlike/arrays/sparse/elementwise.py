@@ -1,4 +1,4 @@
-"""Elementwise functions of sparse arrays, and reductions of their elements.
+"""Elementwise functions and reductions of sparse arrays.
 
 Note that there are no rules for functions that don't map zero to zero, because their results wouldn't be
 sparse.
@@ -59,7 +59,8 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("div")
 def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
-    # If the other array is larger then it would repeat the elements, so the result has a different pattern.
+    # If the other array is larger then broadcasting would repeat the elements, so the result would have a
+    # different pattern.
     if not is_covered(x, y):
         return NotImplemented
     y = jnp.asarray(y)
@@ -75,7 +76,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 
 @register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Adds the elements to a dense array or a scalar. The result is dense."""
+    """Adds the elements to a dense array or a scalar, for which the result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _of_both(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
@@ -96,8 +97,7 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of merged elements determines a shape, which means that we have to know the patterns when
-    # tracing.
+    # The number of merged elements determines a shape, so we have to know both patterns when tracing.
     if at_x is None or at_y is None:
         return NotImplemented
     # A product is only nonzero in positions that are stored by both arrays.
@@ -128,7 +128,7 @@ def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented
-    # Elements that aren't stored are False, so `and` is only True if all elements are stored, and are True.
+    # Elements that aren't stored are False. So `and` is only True if every element is stored and is True.
     count = _reduce_sum(x.replace(data=x.data.astype(jnp.int32)), axes=axes)
     if count is NotImplemented:
         return NotImplemented

@@ -83,7 +83,7 @@ def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
-    """Implements `dot_general` for a vector and an array."""
+    """Implements `dot_general` for a vector and an array, as a lookup along the contracted axis."""
     of_x, of_y = dot_axes(x, y, dimension_numbers, on_left=on_left)
     if of_x.contracting != (x.value.ndim,):
         return NotImplemented  # this contracts no axis at all, or a batch axis
@@ -140,7 +140,7 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Broadcasts `y` to the shape of `x`, and takes the elements at the index of `x`."""
+    """Broadcasts `y` to the shape of `x` and then takes the elements at the index of `x`."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

@@ -33,7 +33,7 @@ from .unstructured import SparseArray, fits_int32, flattened, smaller, unflatten
 @register("transpose")
 def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
-    # This turns a batch axis into a sparse axis, which means that every element needs an index along it.
+    # If a batch axis is moved amongst the sparse axes then every element needs an index along it.
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
     x = transpose_batch(x, permutation[:n])
@@ -41,7 +41,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
     return x.replace(
         indices=tuple(x.indices[axis] for axis in moved),
         sizes=tuple(x.sizes[axis] for axis in moved),
-        # The elements aren't reordered. We only exchange the meaning of rows and columns.
+        # There's no need to reorder the elements: `major` records which axis we call rows.
         major=x.major if x.order is None or moved == [0, 1] else 1 - x.major,
     )
 
@@ -80,7 +80,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any
 def _broadcast_in_dim(
     x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds leading axes as batch axes. Along all other new axes, the elements are repeated."""
+    """Adds leading axes as batch axes. Along any other new axis we have to repeat the elements."""
     if params.get("sharding") is not None:
         return NotImplemented
     out = broadcast_stack(x, shape, broadcast_dimensions)
@@ -137,7 +137,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
     before = 0
     for x in xs:
         indices = list(x.indices)
-        # The index of padding is the axis size, which has grown.
+        # The index of padding is the axis size, so it has to be increased along with the axis.
         indices[along] = jnp.where(x.is_stored, indices[along] + before, total)
         parts.append([x.data, *indices])
         before += x.sizes[along]
@@ -169,7 +169,7 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
     shape = [1] * (xs[0].ndim + 1)
     for size, place in zip(xs[0].shape, new, strict=True):
         shape[place] = size
-    # Add the new axis with size one, and then concatenate along it.
+    # Stacking is the same as first adding an axis of size one and then concatenating along it.
     parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
     return _concatenate(*parts, dimension=axis)
 
@@ -215,12 +215,12 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
-    """Slices an array. Any elements outside of the slice become padding."""
+    """Slices an array. Any elements outside the slice become padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
-        # The number of elements in a slice depends on their indices, and so we can't use it as a shape.
-        # Instead, we keep all elements, and convert the ones outside of the slice to padding.
+        # The number of elements in a slice depends on their indices, so we can't use it as a shape. Instead,
+        # we keep all elements and convert the ones outside the slice to padding.
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
@@ -246,7 +246,8 @@ def _gather(
     **params: Any,
 ) -> Any:
     dims = dimension_numbers
-    # A slice of a whole axis only has one valid index; any other index is clamped to this, or filled.
+    # A slice of a whole axis only has one valid index, namely zero. Any other index is either clamped to this
+    # or filled.
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != x.shape[axis]]
     outside = fill_value_of(mode, fill_value, x.dtype)
     is_one_line = len(indexed) == 1 and (outside is None or len(dims.start_index_map) == 1)
@@ -281,7 +282,8 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
 def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
-    # If the elements aren't ordered then a given row could be anywhere amongst them, so look at all of them.
+    # If the elements aren't ordered then those of a given row could be anywhere, so we'd have to look at all
+    # elements.
     if csr is None:
         return NotImplemented
     data, pointer, across = x.data, csr.row_ptr, csr.columns
@@ -317,7 +319,9 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`."""
+    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`. This turns the
+    stored elements of each row into a dense row.
+    """
     n = at.ndim - 1
     zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)
     return add_at(zeros, (at,), found, num_batch=n)

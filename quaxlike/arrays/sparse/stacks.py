@@ -1,4 +1,8 @@
-"""Stacks of sparse arrays, including `dot_general` in terms of products with a single matrix."""
+"""Stacks of sparse arrays.
+
+Kernels only know how to multiply by a single matrix, so this is where we implement `dot_general` (with any
+batch axes) in terms of such products.
+"""
 
 import abc
 import dataclasses
@@ -29,7 +33,7 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """Multiplies an array by `w`, where all leaves of `w` have its batch axes as their leading axes.
+    """Multiplies an array by `w`, all of whose leaves must have its batch axes as their leading axes.
 
     **Arguments:**
 
@@ -65,7 +69,7 @@ def dot_stack(
 
 
 class AbstractSparseArray(ArrayValue):
-    """The base class of sparse arrays. All leaves have the batch axes."""
+    """The base class of sparse arrays, for which all leaves have the batch axes."""
 
     @property
     @abc.abstractmethod
@@ -83,16 +87,17 @@ class AbstractSparseArray(ArrayValue):
     @property
     @abc.abstractmethod
     def elements(self) -> Any:
-        """The stored elements, for use in elementwise functions. Padding is set to zero, unless this is a
-        Value.
+        """The stored elements, for use in elementwise functions and reductions.
 
-        (Products and scatters ignore the padding in any case.)
+        Padding is set to zero unless this is a Value. (Products and scatters don't need this, because they
+        ignore any elements whose index is out of bounds.)
         """
 
     def check_not_zeros(self, pattern: Sequence[Any]) -> None:
         """Raises an error if all indices of a pattern are known to be zero, although this isn't possible.
 
-        This happens if `jax.jacfwd` replaces the pattern by zeros.
+        This happens if `jax.jacfwd` replaces the pattern, which doesn't have a derivative, by zeros. Without
+        this check, we would silently add all elements in the same position.
         """
         known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
         if known and not any(np.asarray(index).any() for index in pattern):
@@ -100,11 +105,13 @@ class AbstractSparseArray(ArrayValue):
 
     @abc.abstractmethod
     def with_elements(self: _S, elements: Any) -> _S:
-        """Replaces the elements, without changing their positions."""
+        """Replaces the elements without changing their positions."""
 
     @abc.abstractmethod
     def elements_of(self, y: Array) -> Array:
-        """Broadcasts `y`, and takes the elements at the stored positions. Returns 1 for padding."""
+        """Broadcasts `y` and then takes the elements at the stored positions. Returns 1 for padding, so that
+        it's safe to divide by this.
+        """
 
     @abc.abstractmethod
     def added_to(self, y: Array) -> Array:
@@ -115,7 +122,9 @@ class AbstractSparseArray(ArrayValue):
         """Returns whether the other array is known to store the same positions in the same order."""
 
     def widen(self, like: Value) -> Any:
-        """Materialises if `like` has a different layout, e.g. by columns, or with leaves of other shapes."""
+        """Materialises if `like` has a different layout, e.g. if it's stored by columns or has a different
+        number of elements.
+        """
         same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
@@ -155,15 +164,15 @@ def check_values(x: Any, chooses: str, name: str) -> None:
         )
 
 
-# The relative error up to which a requested density is considered to be met, without a warning.
+# The relative error up to which we consider a requested density to be met, so that we don't issue a warning.
 _NEAR = 0.05
 
 
 def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
-    """Returns a mask of the largest entries along the last axis, for a given density. None keeps all
-    nonzeros.
+    """Returns a mask of the largest entries along the last axis, given the fraction of entries to keep.
 
-    `of` describes the entries, for use in the warning if the density can't be met.
+    If `density` is None then this keeps all nonzeros. `of` describes the entries, and is used in the warning
+    if the density can't be met.
     """
     if density is None:
         return sizes != 0
@@ -175,7 +184,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
             f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
             stacklevel=4,  # skips `from_dense` and `checked`
         )
-    # Use a stable sort. This ensures that the choice amongst equal entries doesn't depend on the platform.
+    # Use a stable sort, so that the choice amongst equal entries doesn't depend on the platform.
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)
@@ -196,7 +205,11 @@ def same_index(x: Any, y: Any) -> bool:
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
-    """Implements `broadcast_in_dim` for batch axes. `NotImplemented` if this affects axes of the matrices."""
+    """Implements `broadcast_in_dim` for batch axes.
+
+    Returns `NotImplemented` if this would affect the axes of the matrices, because stored elements can't be
+    repeated along these without changing the pattern.
+    """
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))
     if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:

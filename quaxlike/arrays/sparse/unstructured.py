@@ -1,7 +1,8 @@
 """`SparseArray`: an array for which only some elements are stored.
 
-No position occurs twice, and the index of padding is one past the end. Elementwise functions rely on this:
-elements in the same position would have to be added before applying the function.
+No position occurs twice, and the index of padding is one past the end. Elementwise functions rely on this.
+(If there were two elements in the same position then we would have to add them before applying the function,
+because e.g. the square of a sum isn't the sum of the squares.)
 """
 
 import functools
@@ -81,8 +82,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         if min(self.sizes) < 0:
             raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
-        # We can't check indices that are traced. (But all methods that produce these ensure that positions
-        # are distinct.)
+        # We can't check indices that are traced. (But all of our own methods that produce these ensure that
+        # positions are distinct.)
         if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
@@ -124,7 +125,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[SupportsIndex] | Array) -> "SparseArray":
-        """Creates an array from elements in any order, and their indices. Duplicates are summed.
+        """Creates an array from elements in any order and their indices. Duplicates are summed.
 
         **Arguments:**
 
@@ -160,7 +161,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         flat = np.ravel_multi_index(tuple(np.moveaxis(clipped, -1, 0)), sizes) if indices.size else inside
         # All padding has the same position, one past the end, so that sorting moves it behind the elements.
         flat = np.where(inside, flat, math.prod(sizes))
-        # In the common case, indices are sorted without duplicates, so that we don't have to reorder `data`.
+        # In the common case, the indices are already sorted without duplicates, and we don't have to reorder
+        # `data`.
         if (np.diff(flat) > 0).all():
             return cls._at_places(data, flat, sizes)
         # Otherwise sort the elements and sum duplicates, padding the arrays of a stack to a common size.
@@ -298,7 +300,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def is_stored(self) -> Bool[Array, "*batch elements"]:
-        """Which elements aren't padding."""
+        """A mask of the elements that aren't padding."""
         return self.indices[0] < self.sizes[0]
 
     @property
@@ -326,11 +328,14 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
 
     def replace(self, **fields: Any) -> "SparseArray":
-        """Replaces some fields, without checking that they are consistent with the others."""
+        """Replaces some fields without checking that they are consistent with the others."""
         return replace_fields(self, **fields)
 
     def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
-        """Replaces the elements, which can be in any order, without checking their indices."""
+        """Replaces the elements by other ones, which can be in any order.
+
+        Note that this doesn't check the indices, which must be distinct.
+        """
         return replace_fields(
             self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
         )
@@ -339,8 +344,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        # If positions are distinct then at most one element has only zeros as indices. Also, the pointers of
-        # a matrix end with the number of elements.
+        # As positions are distinct, at most one element can have only zeros as indices. So if there are two
+        # elements then something is wrong if all indices are zero. For a matrix in CSR order even a single
+        # element is enough, because its row pointers end with the number of elements.
         if self.nse >= (2 if self.order is None else 1):
             self.check_not_zeros([*self.indices, *(self.order or ())])
         return self.added_to(jnp.zeros(self.shape, self.data.dtype))
@@ -392,7 +398,10 @@ def unstacked(x: SparseArray) -> SparseArray:
 def flattened(
     indices: Sequence[Array], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> Int32[Array, " elements"]:
-    """Returns flat indices into an array with these sizes, or its total size for elements not `inside`."""
+    """Returns flat indices into an array with these sizes.
+
+    For elements that aren't `inside`, this is the total size, which is out of bounds.
+    """
     place = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
         place = place * size + index
@@ -416,7 +425,7 @@ def fits_int32(sizes: Sequence[int]) -> bool:
 
 
 def smaller(x: SparseArray) -> Any:
-    """Returns `x`, or materialises if that doesn't take more memory."""
+    """Returns `x`, or materialises it if the dense array isn't any larger than the stored elements."""
     return x.materialise() if x.data.size >= x.size else x
 
 
@@ -431,7 +440,7 @@ def known_indices(x: SparseArray) -> np.ndarray | None:
 
 
 def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Returns flat indices into an array with only these axes; -1 for padding."""
+    """Returns flat indices into an array with only these axes. The index of padding is -1."""
     inside = (indices < np.asarray(sizes)).all(1)
     safe = np.where(inside[:, None], indices, 0).astype(np.int64)
     place = np.zeros(len(indices), np.int64)
@@ -441,7 +450,10 @@ def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int])
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all pairs of positions at which `x` and `y` have the same nonnegative value."""
+    """Returns all pairs of positions at which `x` and `y` have the same nonnegative value.
+
+    This is a join of two tables. We use it to find the elements to be multiplied with each other.
+    """
     order = np.argsort(y, kind="stable")
     # Once `y` is sorted, the entries that are equal to an entry of `x` are contiguous.
     first = np.searchsorted(y[order], x, side="left")

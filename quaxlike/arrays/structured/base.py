@@ -1,7 +1,8 @@
 """`StructuredMatrix`: the base class of matrices that consist of several parts, with leading batch axes.
 
-A part doesn't have to have all batch axes: it can omit some of the leading ones, along which it's then
-shared. We always compute the shape from the parts, since a static shape would be incorrect under `vmap`.
+A part doesn't need to have all batch axes. It can omit some of the leading ones, in which case it's shared
+along these. Note that we always compute the shape from the parts. (We could instead store it as a static
+field, but this would become incorrect under `vmap`, which removes an axis from every part.)
 """
 
 import abc
@@ -29,8 +30,8 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 class StructuredMatrix(ArrayOperators, ArrayValue):
     """A matrix, or a stack of matrices, that consists of smaller arrays (its parts).
 
-    Any axes in front of a part's own axes are batch axes. A part can omit some of the leading batch axes,
-    along which it's then shared.
+    Any additional axes at the front of a part are batch axes. A part can omit some of the leading batch axes,
+    in which case it's shared along these. For example, a stack of low-rank updates can have a single base.
     """
 
     CORE: ClassVar[dict[str, int]]
@@ -40,13 +41,17 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     """The parts that are multiplied when multiplying the matrix by a scalar."""
 
     OTHERS: ClassVar[dict[str, int] | None]
-    """When filling a matrix with some value, we fill `FACTORS[0]` with it, and the other parts with these.
+    """When filling a matrix with some value, we fill `FACTORS[0]` with it and the other parts with these.
 
-    None for a type that always contains zeros.
+    This is needed for gathers that are out of bounds. It's None for a type that always contains zeros, which
+    means that it can't represent a matrix filled with anything else.
     """
 
     is_sum: ClassVar[bool] = False
-    """Whether elements are sums, in which case factors must leave every term finite."""
+    """Whether elements are sums of several terms.
+
+    If so, then we mustn't multiply the terms by an infinite factor, because their sum could then be NaN.
+    """
 
     @property
     @abc.abstractmethod
@@ -61,12 +66,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        """Multiplies by `x`, with shape `(..., n, k)`. Its batch axes are broadcast against those of the
-        matrix.
+        """Multiplies by `x`, with shape `(..., n, k)`, whose batch axes are broadcast against the batch axes
+        of the matrix.
 
         **Arguments:**
 
-        - `product`: how to multiply a part by `x`. Default: `jnp.matmul`.
+        - `product`: the function that multiplies a part by `x`. Default: `jnp.matmul`.
         """
 
     @abc.abstractmethod
@@ -75,7 +80,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """Returns the inverse, which is structured if one of these types can represent it, or else dense."""
+        """Returns the inverse, which is structured if any of these types can represent it."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
@@ -89,13 +94,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def diagonal_elements(self) -> Any:
         """Returns the diagonal, with shape `(*batch, min(m, n))`."""
 
-    # The following methods are called by the rules of other types. If a method declines, then the next thing
-    # we try is the method of the other operand. If this declines as well then we materialise.
+    # The following methods are called by rules for several types. If the method of one operand declines, then
+    # we try the method of the other operand. If this declines as well then we materialise.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
         """Returns the rows and columns of the elements of each part, as one-dimensional arrays.
 
-        None if the matrix isn't zero everywhere else.
+        This is only possible if the matrix is zero everywhere else. It means that e.g. elementwise products
+        can be computed for each part separately. Any other type returns None.
         """
         return None
 
@@ -116,7 +122,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.paired(other, by) if same else NotImplemented
 
     def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
-        """Converts `other` to this type, if every part corresponds to one of this type."""
+        """Converts `other` to this type, if every part corresponds to one of this type.
+
+        For example, a diagonal matrix can be converted to a tridiagonal one, so that these can be added.
+        """
         if type(other) is type(self):
             return other
         mine, its = self.places(), other.places()
@@ -132,12 +141,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return NotImplemented if its else self.with_parts(parts)
 
     def paired(self: _M, other: Any, fn: Callable[[Any, Any], Any]) -> _M:
-        """Applies `fn` to each pair of parts. The other matrix must have the same type and shape."""
+        """Applies `fn` to each pair of parts, for another matrix with the same type and shape."""
         x, y = self.converted(self.dtype).stacked(), other.converted(other.dtype).stacked()
         return x.with_parts({name: quaxify(fn)(part, y.parts[name]) for name, part in x.parts.items()})
 
     def after_diagonal(self: _M, diagonal: Any) -> _M | NotImplementedType:
-        """Multiplies from the left by a diagonal matrix with this `diagonal`."""
+        """Multiplies from the left by a diagonal matrix with this `diagonal`, i.e. scales the rows."""
         places = self.places()
         if places is None:
             return NotImplemented
@@ -154,7 +163,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @property
     def has_solver(self) -> bool:
-        """Whether linear systems exploit the structure; otherwise we factorise the dense matrix."""
+        """Whether linear systems exploit the structure. If not, then we factorise the dense matrix."""
         return True
 
     @property
@@ -186,14 +195,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """Adds any missing batch axes to every part."""
+        """Adds any missing batch axes to every part, so that no part is shared any more."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
     def repeated(self: _M, shape: tuple[int, ...]) -> _M | NotImplementedType:
         """Repeats the matrix along batch axes, as when broadcasting it against an array with this shape.
 
-        Declines if this would repeat rows or columns.
+        Declines if this would repeat rows or columns, since the result wouldn't have the same structure.
         """
         full = np.broadcast_shapes(self.shape, shape)
         if full[-2:] != self.matrix_shape:
@@ -223,10 +232,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """Adds the batch axes that each part has in `like`. If dtypes differ, then converts all parts to one
-        dtype.
+        """Adds any batch axes that each part has in `like`. If dtypes differ from the ones in `like`, then
+        this also converts all parts to a single dtype.
 
-        Materialises if the parts have other sizes or types.
+        We materialise if the parts have different sizes or types, for which there's no common structure.
         """
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
@@ -272,7 +281,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def check_batches(matrix: StructuredMatrix) -> None:
-    """Raises a `ValueError` if the batch axes of the parts are inconsistent."""
+    """Raises a `ValueError` unless the batch axes of each part are the last batch axes of the matrix."""
     batch = matrix.batch
     for name, part in matrix.parts.items():
         core = matrix.CORE[name]

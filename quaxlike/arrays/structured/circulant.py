@@ -16,8 +16,9 @@ from .base import StructuredMatrix, as_part
 class BlockCirculantMatrix(StructuredMatrix):
     """A matrix of square circulant blocks, in which each row is the previous one shifted by one.
 
-    Block `(m, n)` has element `kernel[m, n, (j - k) % b]` in row `k` and column `j`. Products are computed by
-    fast Fourier transforms. So are linear systems, which decompose into one small system per frequency.
+    Block `(m, n)` has element `kernel[m, n, (j - k) % b]` in row `k` and column `j`. As circulant matrices
+    are diagonalised by the Fourier transform, products can be computed using FFTs, and linear systems
+    decompose into one small system per frequency.
 
     **Arguments:**
 
@@ -64,7 +65,8 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            # We could use a Fourier transform here, but this would introduce rounding errors.
+            # We could use a Fourier transform here as well, but this would introduce rounding errors, whereas
+            # products of integers should be exact.
             return product(self.materialise(), x, precision=precision)
 
         def by(blocks: Any, x: Any) -> Any:
@@ -73,7 +75,10 @@ class BlockCirculantMatrix(StructuredMatrix):
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:
-        """Applies `by` to the spectra of the blocks and of `x`, `(..., columns * b, k)`, per frequency."""
+        """Applies `by` to each frequency of the blocks and of `x`, which has shape `(..., columns * b, k)`.
+
+        This is used for products as well as for linear systems.
+        """
         *batch, m, k = x.shape
         b, dtype = self.kernel.shape[-1], x.dtype
         wide = in_float32(dtype)  # Fourier transforms don't support 16-bit types
@@ -129,8 +134,8 @@ class BlockCirculantMatrix(StructuredMatrix):
         self._check_square()
         sign, log = jnp.linalg.slogdet(self._spectrum())
         sign = jnp.prod(sign, -1)
-        # For a real kernel, frequencies come in complex conjugate pairs, so their product is real up to
-        # rounding.
+        # For a real kernel, frequencies come in complex conjugate pairs. So mathematically speaking their
+        # product is real, but in practice it has a small imaginary part due to rounding.
         sign = sign if jnp.iscomplexobj(jnp.zeros((), self.dtype)) else jnp.sign(sign.real)
         return sign.astype(self.dtype), jnp.sum(log, -1)
 

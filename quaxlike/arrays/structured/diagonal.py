@@ -47,7 +47,8 @@ class DiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
-        # Don't multiply by the identity here. If any element is infinite, then this would produce NaNs.
+        # Don't multiply by the identity here. If any element is infinite, then multiplying it by zero would
+        # produce NaNs off the diagonal.
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
@@ -60,8 +61,8 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=self.diagonal[..., rows])
 
     def after_diagonal(self, diagonal: Any) -> "DiagonalMatrix":
-        # Either of these might have more batch axes. Align them explicitly, since strict rank promotion would
-        # raise.
+        # Either of these might have more batch axes than the other. We align them explicitly, because users
+        # might have disabled rank promotion.
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
@@ -78,7 +79,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=1 / self.diagonal)
 
     def slogdet(self) -> tuple[Any, Any]:
-        # The product of many elements could overflow. Summing their logarithms avoids this.
+        # We could instead take the logarithm of the product, but a product of many elements might overflow.
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 

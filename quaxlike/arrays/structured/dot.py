@@ -61,7 +61,8 @@ def _product(
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        # Some types only have rules for one side, so the order of the operands matters.
+        # If `x` is a Value itself then its type might only have a rule for one side of a product, so in this
+        # case we preserve the order of the operands.
         reverse = (
             not on_left and is_value(value_of(x)) and "product" in signature(matrix.applied_to).parameters
         )
@@ -85,7 +86,7 @@ def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) 
     values = [value_of(each) for each in order]
     if any(map(is_value, values)):
         # Elementwise multiplication is commutative, but a type might only have a rule for one of the two
-        # orders.
+        # orders, so check which of these exists.
         rules = resolver(active_layers.get())
         here, swapped = (rules.has_rule(jax.lax.mul_p, *each) for each in (values, values[::-1]))
         order = order[::-1] if swapped and not here else order
@@ -97,7 +98,7 @@ def _transposed(x: Any, axes: Sequence[int]) -> Any:
 
 
 def _reversed(part: Any, x: Any, precision: Any) -> Any:
-    """Computes `part @ x` such that `x` is the first operand of the product."""
+    """Computes `part @ x` as a transposed product, so that `x` is its first operand."""
     out = jnp.matmul(jnp.matrix_transpose(x), jnp.matrix_transpose(part), precision=precision)
     return jnp.matrix_transpose(out)
 
@@ -121,8 +122,8 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
             return out if preferred is None else out.converted(preferred)
-    # Only materialise one of the operands. This way the product still exploits the structure of the other
-    # one.
+    # We only have to materialise one of the operands. This means that the product still exploits the
+    # structure of the other one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
     return quaxify(functools.partial(primitive.bind, **params))(x, y)
 

@@ -1,4 +1,7 @@
-"""Addition, scaling and elementwise functions that preserve the structure of a matrix."""
+"""Addition, scaling and elementwise functions that preserve the structure of a matrix.
+
+If an operation doesn't preserve the structure, then its rule declines and the matrix is materialised.
+"""
 
 import functools
 import math
@@ -35,7 +38,7 @@ def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params:
     return NotImplemented if y <= 0 or x.places() is None else _of_parts(primitive, x, y=y, **params)
 
 
-# These are multiplicative, so they can be applied to both factors.
+# These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so they can be applied to both factors.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
     return _of_parts(primitive, x, **params)
@@ -43,8 +46,8 @@ def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
-    # If elements are products or sums of parts, then we can't round the parts instead, as this gives a
-    # different result.
+    # If elements are products or sums of parts, then rounding the parts isn't the same as rounding the
+    # elements. For example, casting both 0.5s in 0.5 + 0.5 to integers gives 0, rather than 1.
     if x.places() is None and (
         x.dtype == bool
         or not jnp.issubdtype(new_dtype, jnp.inexact)
@@ -71,7 +74,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
-    # If there were infinite terms with opposite signs, then we would get NaN.
+    # Infinite terms with opposite signs would add up to NaN, which is why we can't multiply each of them.
     if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)
@@ -101,7 +104,7 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
-    # As for products.
+    # As for products, an infinite factor could turn a sum into NaN.
     if x.is_sum and is_infinite(reciprocal(y)):
         return NotImplemented
     factor = _factor(x, y)
@@ -134,7 +137,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
     by = functools.partial(primitive.bind, **params)
     orders = ((x, y), (y, x)) if primitive.name == "mul" else ((x, y),)
     for first, second in orders:
-        # The product with a diagonal matrix is diagonal.
+        # The elementwise product with a diagonal matrix is diagonal, regardless of the other matrix.
         if isinstance(first, DiagonalMatrix):
             other = inside(lambda second: second.diagonal_elements(), second)
             return replace_fields(first, diagonal=quaxify(by)(first.stacked().diagonal, other))
@@ -185,7 +188,8 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # Multiply by a vector of ones, and then sum over the remaining axes.
+        # Sum along one axis by multiplying by a vector of ones, which exploits the structure. Then sum over
+        # the remaining axes of the result, which is dense.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))

@@ -4,9 +4,9 @@
 `lax.custom_linear_solve`. Here we implement `lu` of a structured matrix by returning the matrix itself as one
 of the factors. This works under every transform, and the linear system is differentiated by JAX as usual.
 
-All other functions access individual elements of intermediate results, so these have to be recognised as a
-whole. This is done via the jaxpr of the call, which is the same object as the one returned when tracing the
-function.
+Unfortunately, all other functions access individual elements of intermediate results, so we have to recognise
+them as a whole. This is done via the jaxpr of the call: as JAX caches traces, tracing the function again
+returns the very same object.
 """
 
 import functools
@@ -101,9 +101,10 @@ def _check_square(matrix: Any) -> None:
 
 
 class Factored(ArrayValue):
-    """The result of `lu` for a structured matrix, whose factors are L = identity and U = the matrix itself.
+    """The result of `lu` for a structured matrix, with the identity as L, and the matrix itself as U.
 
-    This is only used by the primitive `triangular_solve`.
+    Of course U isn't triangular, so individual elements of this aren't meaningful. The only thing you can do
+    with it is to solve linear systems, via the primitive `triangular_solve`.
     """
 
     matrix: StructuredMatrix
@@ -133,7 +134,8 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
-    # The structure doesn't help us to solve linear systems, so we might as well factorise the dense matrix.
+    # In this case the structure doesn't help us to solve linear systems, so we might as well factorise the
+    # dense matrix.
     if not x.has_solver:
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
@@ -144,14 +146,14 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
 def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
-    """Transposes, reshapes or slices batch axes."""
+    """Transposes, reshapes or slices batch axes, by doing the same to the matrix."""
     out = quaxify(primitive.bind)(x.matrix, *rest, **params)
     return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
 
 
 @register("triangular_solve")
 def _solve_factored(x: Factored, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
-    # This solves a linear system with L, which is the identity.
+    # This is the system with L. As L is the identity, there's nothing to do.
     if lower and unit_diagonal:
         return jnp.asarray(b)
     return NotImplemented if lower or unit_diagonal else _solve(x.matrix, b, **params)
@@ -222,8 +224,8 @@ def _call_of_derivative(
 ):
     """Materialises the matrix in the derivative of such a function.
 
-    JAX stages this derivative as a function with the same source, but with tangents amongst its operands, or
-    with more results.
+    JAX stages this derivative as a function with the same source, but with tangents amongst its operands or
+    with more results, which is how we distinguish it from the function itself.
     """
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))
     jaxpr = params["jaxpr"]
@@ -255,8 +257,8 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # All elements have the same magnitude, so that neither they, nor the logarithm of their product,
-    # overflow.
+    # Give all elements the same magnitude, namely the n-th root of the determinant. (If we stored the whole
+    # determinant in a single element instead, then it might overflow.)
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 

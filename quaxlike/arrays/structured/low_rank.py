@@ -23,9 +23,9 @@ class LowRankUpdate(StructuredMatrix):
     """The matrix `base + u @ v.T`, where `u` and `v` are thin.
 
     Linear systems are solved by the Woodbury formula, which involves systems with the base and a small (rank
-    by rank) system, and determinants are computed by the matrix determinant lemma. Both require the base to
-    be invertible. If the base isn't structured, and isn't shared by a stack either, then they wouldn't save
-    anything, so we factorise the sum instead.
+    by rank) system, and determinants are computed by the matrix determinant lemma. Note that both of these
+    require the base to be invertible. They also don't save anything if the base isn't structured (unless it's
+    shared by a stack), in which case we factorise the sum instead.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ class LowRankUpdate(StructuredMatrix):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
-        """Uses `array` as the base, with an update that is zero."""
+        """Uses `array` as the base, together with an update that is zero."""
         assert isinstance(like, LowRankUpdate)
         base = widened(array, like.base)
         if is_value(base) != is_value(like.base) or base.shape != like.base.shape:
@@ -98,7 +98,10 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(like, base=base, **zeros)
 
     def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
-        """Increases the rank to that of `like`, by appending columns of zeros to `u` and `v`."""
+        """Increases the rank to match `like`, by appending columns of zeros to `u` and `v`.
+
+        This doesn't change the matrix, because these columns don't contribute to `u @ v.T`.
+        """
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
         rank = self.u.shape[-1]
@@ -189,14 +192,14 @@ class LowRankUpdate(StructuredMatrix):
 
     def solve(self, b: Any) -> Any:
         rank = self.u.shape[-1]
-        # Solve for `u` and `b` at the same time. This means that the base is only factorised once.
+        # Solve for `u` and `b` at the same time, so that we only have to factorise the base once.
         both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
         of_u, of_b = both[..., :rank], both[..., rank:]
         v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))
         return of_b - of_u @ jnp.linalg.solve(_plus_identity(v @ of_u), v @ of_b)
 
     def inverse(self) -> "LowRankUpdate":
-        # The inverse is also a low-rank update, namely of the inverse of the base.
+        # By the Woodbury formula, the inverse is again a low-rank update, namely of the inverted base.
         base = jnp.linalg.inv(self.base)
         u, v = self._wide(self.u), self._wide(self.v)
         of_u, of_v = jnp.matmul(base, u), jnp.matmul(jnp.matrix_transpose(base), v)
@@ -215,7 +218,10 @@ class LowRankUpdate(StructuredMatrix):
         return jnp.linalg.det(self._capacitance()) * of_base
 
     def _capacitance(self) -> Any:
-        """Returns the capacitance matrix `I + v.T @ inv(base) @ u`, which is rank by rank."""
+        """Returns the capacitance matrix `I + v.T @ inv(base) @ u`.
+
+        This only has shape `(rank, rank)`, which is what makes the Woodbury formula worthwhile.
+        """
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 

@@ -1,6 +1,7 @@
-"""Rules for the axes of structured matrices, which handle batch axes, and slices that are structured.
+"""Rules for the axes of structured matrices.
 
-A slice is structured if it's a diagonal block, or if it selects matrices from a stack.
+These handle batch axes as well as any slices that are structured, i.e. diagonal blocks. Everything else is
+materialised.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # shared along the new axes as well
+            return part  # it's shared along the new axes as well
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 

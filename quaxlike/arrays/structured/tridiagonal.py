@@ -99,7 +99,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Returns the three diagonals indexed by row, padded to the length of the main diagonal."""
+        """Returns all three diagonals, padded so that each of them has one element per row."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)
@@ -120,7 +120,8 @@ class TridiagonalMatrix(StructuredMatrix):
             first, d, u = below
             swap = jnp.abs(first) > jnp.abs(pivot)
             chosen = jnp.where(swap, first, pivot)
-            # If the pivot is zero then so is the determinant, no matter what the remaining rows are.
+            # If the pivot is zero then so is the determinant. The remaining rows don't matter in this case,
+            # so just make sure not to divide by zero.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
             return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
@@ -130,7 +131,10 @@ class TridiagonalMatrix(StructuredMatrix):
         return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
 
     def det(self) -> Any:
-        """Uses the recurrence relation for leading principal minors, as this doesn't involve any division."""
+        """Uses the recurrence relation for leading principal minors.
+
+        This doesn't involve any divisions, so unlike elimination it's differentiable for singular matrices.
+        """
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))

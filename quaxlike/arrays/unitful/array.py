@@ -1,7 +1,7 @@
 """Units, and `Unitful`, which is an array with a unit.
 
-Units are static, so they don't have any run-time overhead. Exponents are exact fractions, so that equal units
-still compare equal after arbitrary powers and roots.
+Units are static, so they don't have any run-time overhead. Note that exponents are exact fractions, rather
+than floats. This ensures that equal units still compare equal after arbitrary powers and roots.
 """
 
 import re
@@ -93,7 +93,7 @@ def _of_symbol(name: str) -> tuple[Fraction, ...]:
 
 
 def _parse(text: str) -> list[tuple[str, Fraction]]:
-    """Parses a unit into its factors, and the power of each."""
+    """Parses a unit into factors and their powers."""
     factors, at = [], 0
     text = re.sub(f"[{_RAISED}]+", lambda power: "^" + power[0].translate(_LOWER), text.strip())
     while at < len(text):
@@ -117,8 +117,8 @@ def _superscript(e: Fraction) -> str:
 class Unit:
     """An SI unit, i.e. a product of powers of the metre, kilogram, second, ampere, kelvin, mole and candela.
 
-    Powers are rational numbers. Units are immutable and hashable. Use `number * unit` or `array * unit` to
-    create a [`quaxlike.arrays.unitful.Unitful`][].
+    Powers are rational numbers. Units are immutable and hashable, so they can be used as static fields. To
+    create a [`quaxlike.arrays.unitful.Unitful`][], just multiply a number or an array by a unit.
 
     **Arguments:**
 
@@ -143,7 +143,8 @@ class Unit:
     _exponents: tuple[Fraction, ...] | str  # this is a string for the two wildcards
     _guard: int  # see `guarded`
 
-    # Ensures that NumPy arrays defer to us in `array * unit`.
+    # Without this, `array * unit` would create a NumPy array of objects. Setting it to None means that NumPy
+    # arrays defer to our `__rmul__`.
     __array_ufunc__ = None
 
     @checked
@@ -168,7 +169,7 @@ class Unit:
 
     @property
     def exponents(self) -> dict[str, Fraction]:
-        """The nonzero exponents, by base unit."""
+        """Maps each base unit to its exponent, if this is nonzero."""
         return {
             name: e for name, e in zip(_BASE, self._exponents, strict=False) if isinstance(e, Fraction) and e
         }
@@ -197,7 +198,7 @@ class Unit:
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        # A guard is only needed until the next division (or negative power), which removes it.
+        # A guard is only needed until the next division (or negative power), so that's where we remove it.
         used = USED if other._guard and power != 1 else other._guard
         guards = {self._guard, used if power > 0 else 0} - {0}
         exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
@@ -228,7 +229,8 @@ def _unit(exponents: tuple[Fraction, ...] | str, guard: int = 0) -> Unit:
     return unit
 
 
-# The states of a guard: either it was just created by `jnp.where`, or a power or root has been applied to it.
+# The two states of a guard. It's fresh if it was just created by `jnp.where`, and it's used once a power or
+# root has been applied to it.
 FRESH, USED = 1, 2
 
 
@@ -240,25 +242,27 @@ def guard_of(unit: Unit) -> int:
 def guarded(unit: Unit, guard: int) -> Unit:
     """Returns the unit of an array for which some elements are a unitless 1, as in `jnp.where(x > 0, x, 1)`.
 
-    Such a unit is only accepted by division, which treats it as the unit of the other elements. If `guard` is
-    0 then this returns that unit itself.
+    This is a common pattern for avoiding division by zero, so we don't want to raise an error here. Note that
+    only division accepts such a unit, and treats it as the unit of the other elements. If `guard` is 0 then
+    this returns that unit itself.
     """
     return _unit(unit._exponents, guard)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fraction(power: Any) -> Fraction:
-    # Recover fractions such as 1/3 from floating-point numbers.
+    # Recover fractions such as 1/3 from floating-point numbers, which can't represent these exactly.
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard that matches any unit, and is then replaced by it. Used for tolerances in libraries, and when
-# inferring the units of placeholders in a loop.
+# A wildcard that matches any unit and is then replaced by it. This is used for tolerances in libraries, and
+# when inferring the units of placeholders in a loop.
 UNKNOWN = any_unit = _unit("any unit")
 """A wildcard that takes on the unit of whatever it is added to, or compared with.
 
 This is useful for tolerances on states that involve several units: `1e-6 * any_unit`.
 """
-# The unit of derivatives by unitless numbers within a Unitful. This matches any unit, but never changes.
+# The unit of derivatives by unitless numbers within a Unitful. Like `UNKNOWN` this matches any unit, but it's
+# never replaced by the other one.
 ANY = _unit("any")
 dimensionless = Unit()
 metre = Unit("m")
@@ -288,12 +292,13 @@ henry = Unit("H")
 class Unitful(AnnotatedArray):
     """An array with an SI unit.
 
-    Units are propagated through primitives when tracing, and have no run-time overhead. A mismatch (such as
-    adding metres to seconds, or the exponential of a length) raises a
+    Units are propagated through primitives when tracing, so they don't have any run-time overhead. A mismatch
+    (such as adding metres to seconds, or the exponential of a length) raises a
     [`quaxlike.arrays.unitful.DimensionError`][]. If a result is dimensionless then it is a plain array.
 
-    Plain arrays are treated as dimensionless. The only exceptions are 0, infinity and NaN, which match any
-    unit if their values are known when tracing, and a 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
+    Plain arrays are treated as dimensionless. There are only two exceptions, without which a lot of existing
+    code wouldn't work: 0, infinity and NaN match any unit if their values are known when tracing; and so does
+    a 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -321,7 +326,8 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.unit == dimensionless else "error"  # units must be removed explicitly
+        # Units must be removed explicitly, as silently dropping them would defeat their purpose.
+        return None if self.unit == dimensionless else "error"
 
     to_materialise = (
         "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
@@ -365,7 +371,7 @@ class Unitful(AnnotatedArray):
         return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
 
     def widen(self, like: Any) -> Any:
-        # Rules remove a unit as soon as it's dimensionless.
+        # Rules remove a unit as soon as it's dimensionless, so we do the same here.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
             return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
@@ -374,7 +380,8 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # We don't know the unit of the function being differentiated, so the unit of the cotangent is ANY.
+        # The unit of a cotangent depends on the function being differentiated, which we don't know. So this
+        # has to be ANY.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def cotangent_factor(self, dtype: Any) -> Any:
@@ -417,8 +424,8 @@ def quantity(array: Any, unit: Unit) -> Any:
     level = level_of(value)
     if level is None:
         return value
-    # Inside a quaxified function, this must become an operand immediately. Otherwise transforms would flatten
-    # it, like any Value.
+    # Inside a quaxified function, this must become an operand immediately. Otherwise the function might pass
+    # it to a transform, which would flatten it like any Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

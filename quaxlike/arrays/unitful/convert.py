@@ -22,7 +22,7 @@ _PINT = {
 
 
 def from_pint(quantity: Any) -> Unitful:
-    """Converts a `pint.Quantity` to SI base units.
+    """Converts a `pint.Quantity` to an array in SI base units.
 
     **Raises:** `ValueError` for a unit that isn't an SI unit.
     """
@@ -52,7 +52,7 @@ def to_pint(x: Unitful, registry: Any = None) -> Any:
 
 
 def from_astropy(quantity: Any) -> Unitful:
-    """Converts an `astropy.units.Quantity` to SI base units.
+    """Converts an `astropy.units.Quantity` to an array in SI base units.
 
     **Raises:** `ValueError` for a unit that isn't an SI unit.
     """

@@ -1,7 +1,8 @@
 """Determines which jax.numpy functions are being called, as some of these use constants that match any unit.
 
-There's no other way of detecting this: by the time a primitive is bound, these constants are
-indistinguishable from the user's own.
+For example, `jnp.histogram` widens an empty range by adding a plain constant to a quantity, which would be an
+error in the code of a user. Unfortunately there's no other way of detecting this, because by the time a
+primitive is bound, these constants are indistinguishable from any others.
 """
 
 import inspect
@@ -20,7 +21,8 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 def functions_of_jax_numpy() -> list[str]:
     """Returns the names of the jax.numpy functions being called, innermost first.
 
-    If a jaxpr is being interpreted, then this includes the function from which it was traced.
+    We find these by looking at the Python stack. If a jaxpr is being interpreted, then this also includes the
+    function from which it was traced.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -31,8 +33,8 @@ def functions_of_jax_numpy() -> list[str]:
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)
-            # JAX caches traces, which means that any callers further up are those of the first call, and
-            # might have nothing to do with this one.
+            # JAX caches traces. This means that any callers further up belong to the call for which this was
+            # traced first, which might have nothing to do with the current one.
             calls = [*calls[: calls.index(own) if own in calls else None], own]
         found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
         frame = frame.f_back

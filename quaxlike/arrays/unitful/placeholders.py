@@ -1,10 +1,12 @@
-"""Placeholders: initial values of loops (such as zeros) whose unit isn't known yet.
+"""Placeholders, which are initial values of loops (such as zeros) whose unit isn't known yet.
 
-These are supported for every type whose `promote` doesn't need `like`, such as quantities with units. The
-interpreter calls this module via two hooks (core/plain_arrays.py), which are empty unless such a type exists.
+For example, a library might accumulate into `jnp.zeros(3)`, which only turns out to be in metres during the
+first iteration. This is supported for every type whose `promote` doesn't need `like`, such as quantities with
+units. The interpreter calls this module via two hooks (core/plain_arrays.py), which are empty unless such a
+type exists.
 
-Anything we know about an array is stored by its id, together with a weak reference, since the id might have
-been reused for another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
+Anything we know about an array is stored by its id. We also store a weak reference, because the id might
+later be reused for another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
 array as unknown.
 """
 
@@ -34,7 +36,7 @@ OPEN = np.float64("nan")
 # The constant that fills each array, by id. Entries are removed once their array is garbage collected.
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-# Primitives that only move elements, such that each result contains elements of the corresponding operand.
+# Primitives that only move elements, so each result is filled with the same constant as its operand.
 _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
@@ -56,13 +58,14 @@ _CODE = {
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
     **dict.fromkeys(["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
 }
-# Uninitialised buffers.
+# Uninitialised buffers, which are treated as if they were filled with 0, infinity or NaN.
 _UNSET = frozenset(["empty", "empty2"])
-# The module of the callback in `eqx.error_if`, which raises rather than returning, but still has a result.
+# The module of the callback in `eqx.error_if`. This callback raises rather than returning, so its result can
+# have any unit.
 _RAISING = "equinox._errors"
 # Besides 0, infinity and NaN, we only keep track of the following constants for more than one equation: 1,
 # which guards divisions; and the largest and smallest number of each dtype, which are used in place of
-# infinity and 0. We ignore all others, as they would cause unlimited memoisation.
+# infinity and 0. We ignore all other constants, because otherwise memoisation would be unlimited.
 _EXTREMES = [
     float(limit)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -82,7 +85,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """Returns the result of calling `promote` without `like`, with shapes as leaves."""
+    """Calls `promote` without `like`. The leaves of the result are shapes, rather than arrays."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:
@@ -118,9 +121,9 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """Returns the constant that fills each result, given those that fill the operands; None if unknown.
+    """Returns the constant that fills each result, given the constants that fill the operands.
 
-    There might be more entries than results.
+    An unknown constant is None. Note that there might be more entries than results.
     """
     if name in _MOVES:
         return numbers
@@ -144,7 +147,7 @@ def _is_placeholder(number: Any) -> bool:
 
 
 def _lasting(number: Any) -> Any:
-    """Returns what we remember about a constant for more than one equation."""
+    """Returns what we keep track of for more than one equation, which might be less specific."""
     if number is None:
         return None
     if _is_placeholder(number):
@@ -225,7 +228,10 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """Returns the constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if it's unknown."""
+    """Returns the constant that fills `x`.
+
+    This is a number; or `OPEN` if it's one of 0, infinity and NaN; or None if it's unknown.
+    """
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -239,8 +245,10 @@ def _is_extended(x: Any) -> bool:
 
 
 def may_be_placeholder(x: Any) -> bool:
-    """Returns whether all elements are known to be 0, infinity or NaN, e.g. in a buffer that hasn't been
-    written.
+    """Returns whether all elements are known to be 0, infinity or NaN.
+
+    For example, this is the case for a buffer that hasn't been written yet. It's accepted in place of an
+    array with any unit.
     """
     return _is_placeholder(constant_of(x))
 
@@ -259,7 +267,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns the constant that fills an array, if this might be filled with either `a` or `b`."""
+    """Returns what is known about an array that might be filled with either `a` or `b`, as after a `cond`."""
     if same(a, b):
         return a
     return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
@@ -268,7 +276,7 @@ def either(a: Any, b: Any) -> Any:
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Returns the slots of `operands`, including any constants that are known to fill plain arrays.
 
-    We only look for these if some type in these slots, or in `beside`, has placeholders.
+    As an optimisation, we only look for these if some type in these slots, or in `beside`, has placeholders.
     """
     known = any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
     return tuple(map(_with_constant, slots, operands) if known else slots)
@@ -292,10 +300,10 @@ def _with_constant(slot: Any, x: Any) -> Any:
 
 
 def _as_carry(slot: Any) -> Any:
-    """Returns the slot of a loop's carry, whose initial value has this slot. Only the initial value is
-    constant.
+    """Returns the slot of a loop carry whose initial value has this slot.
 
-    Note that counters also start at zero, but aren't placeholders.
+    The carry can change in each iteration, so all we keep is whether it starts as a placeholder. (Note that
+    counters start at zero as well, but these are integers, which aren't placeholders.)
     """
     if slot.constant is None:
         return slot
@@ -333,11 +341,12 @@ def with_revealed_types(
     cls: type[Value],
     unify: Callable[[Any, Any, str], Any],
 ) -> tuple[Any, ...] | None:
-    """Lifts those plain arrays in a loop's carry that turn out to be Values.
+    """Lifts those plain arrays in a loop carry that turn out to be Values.
 
-    Libraries initialise loops with placeholders (e.g. `jnp.zeros`) that become e.g. metres in the first
-    iteration. We start without any assumptions about these, and then repeatedly trace an iteration to infer
-    their types, until they don't change any more.
+    Libraries initialise loops with placeholders such as `jnp.zeros`, which might turn into metres in the
+    first iteration. We start without any assumptions about these, and then repeatedly trace an iteration to
+    infer their types, until they don't change any more.
+
     **Arguments:**
 
     - `init`, `carry`: the initial values of the loop, and their slots.

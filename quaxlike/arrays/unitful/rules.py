@@ -1,7 +1,7 @@
-"""Rules for units, in the form of tables.
+"""Rules for units, most of which are tables.
 
-We must never guess a unit. So if a primitive doesn't have an entry, then applying it to a quantity raises an
-error.
+Importantly, we must never guess a unit. So if a primitive doesn't have an entry, then applying it to a
+quantity raises an error.
 """
 
 import itertools
@@ -41,8 +41,8 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# After a guard was created by `jnp.where` (see `guarded`), these are the only primitives that can be applied
-# to it before a division, apart from those that move elements.
+# After `jnp.where` has created a guard (see `guarded`), these are the only primitives that can be applied to
+# it before a division, apart from those that move elements.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS
@@ -63,7 +63,7 @@ def _units(operands: Sequence[Any]) -> str:
 # One array ----------------------------------------------------------------------------------------
 
 # The unit of each result, as a power of the unit of the operand. If there's only a single power then it
-# applies to all results. Any other operands are indices or similar.
+# applies to all results. Any other operands are e.g. indices, and don't have units.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(
@@ -119,7 +119,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 @register(tuple(_NUMBERS))
 def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
-    """Applies functions that are only defined for dimensionless numbers."""
+    """Applies functions that are only defined for dimensionless numbers, such as the exponential."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
 
@@ -149,7 +149,8 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
-    # If the diagonal is one then the matrix is dimensionless, like the lower factor of an LU decomposition.
+    # If the diagonal is implicitly one then the matrix must be dimensionless. For example, this is the case
+    # for the lower factor of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
@@ -179,7 +180,7 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
     """Returns the unit that all operands have in common."""
     if any(unit_of(x) == ANY for x in operands):
         return ANY
-    # 0, infinity and NaN are the same in any unit.
+    # 0, infinity and NaN are the same in any unit, so ignore any arrays that only contain these.
     units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
     numbers = [x for x in operands if not isinstance(x, Unitful)]
     if len(units) > 1 and None not in map(constant_of, numbers) and _are_of_jax_numpy():
@@ -190,10 +191,10 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 
 
 def _are_of_jax_numpy() -> bool:
-    """Returns whether we're within a jax.numpy function that adds constants, or compares with them, in any
-    unit.
+    """Returns whether we're within a jax.numpy function that adds or compares with plain constants.
 
-    These are `hypot`, which rescales to avoid overflow, and `histogram`, which widens an empty range.
+    These are `hypot`, which rescales to avoid overflow, and `histogram`, which widens an empty range. In both
+    cases the constants are meant to be in whatever unit the user passed in.
     """
     return not {"hypot", "histogram_bin_edges"}.isdisjoint(functions_of_jax_numpy())
 
@@ -310,7 +311,7 @@ def _check_function(
 ) -> None:
     """Raises an error unless the results of an elementwise function have the units `to`.
 
-    These are the units of the arrays that will contain the results.
+    These are the units of the arrays into which the results are going to be written.
     """
     found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
 
@@ -347,7 +348,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Treats a plain 1 alongside quantities as a guard, see `guarded`."""
+    """Selects elements. If one of the cases is a plain 1, then this is treated as a guard, see `guarded`."""
     out = _bind(primitive, (*_dimensionless(primitive, [which]), *cases), {})
     quantities = [x for x in cases if isinstance(x, Unitful)]
     if not quantities:
@@ -392,7 +393,10 @@ def _is_one(x: Any) -> bool:
 
 @register_on_either_side("jit", Unitful, precedence=precedence.UNITFUL)
 def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Implements `jnp.heaviside`, whose result is dimensionless, although it returns `x` if this is NaN."""
+    """Implements `jnp.heaviside`, whose result is dimensionless.
+
+    This needs its own rule because, under the hood, `jnp.heaviside` returns `x` itself if this is NaN.
+    """
     if not is_from_jax_numpy(params["jaxpr"], "heaviside"):
         return NotImplemented
     _dimensionless(primitive, [y])

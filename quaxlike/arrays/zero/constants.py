@@ -1,7 +1,7 @@
 """`Zero` and `Full`, whose elements are all equal, and `Identity`, the identity matrix.
 
-Operations are simplified when tracing. This must only depend on static numbers, since a number that's a leaf
-might be traced, so we can't use its value.
+Operations are simplified when tracing. Note that this must only depend on static numbers. (A number that's a
+leaf might be traced, in which case its value isn't available.)
 """
 
 import functools
@@ -37,7 +37,7 @@ from ..dot_axes import dot_axes
 class Zero(ArrayOperators, ArrayValue):
     """An array of zeros.
 
-    This doesn't contain any arrays, so it isn't affected by transforms *outside* of `quaxify`. For example,
+    This doesn't contain any arrays, so it isn't affected by transforms *outside* `quaxify`. For example,
     `jax.vmap` returns it unchanged.
 
     **Arguments:**
@@ -168,19 +168,19 @@ def _lift(x: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    """Returns the number that fills `x`, or None if it isn't known."""
+    """Returns the number that fills `x`, or None if it isn't known when tracing."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 
 def _scalar(x: Constant) -> Any:
-    """Returns the value of all elements, as an array with shape (), or with the batch axes."""
+    """Returns the value of the elements, with shape (), or with the batch axes if this is a stack."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
 
 
 def _unknown(x: Constant) -> Full:
-    """Returns the same constant, but such that its number isn't known when tracing."""
+    """Returns the same constant, but stores its number in an array, so that it isn't known when tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -193,11 +193,15 @@ def _same(x: Constant, shape: Sequence[int]) -> Any:
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
-    return Full(value, shape) if value.ndim == 0 else NotImplemented  # these batch axes would be ambiguous
+    # With batch axes, it would be ambiguous which axes of the new shape these correspond to.
+    return Full(value, shape) if value.ndim == 0 else NotImplemented
 
 
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
-    """Applies `fn` to the elements. If they are known then we compute the result immediately."""
+    """Applies `fn` to the value, because the result is the same for all elements.
+
+    If the elements are known then we compute the result immediately, so that it's known as well.
+    """
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # needed inside of an eager shard_map
@@ -233,7 +237,8 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
-        # Just like for symbolic zeros, we ignore the possibility that the other operand is infinite or NaN.
+        # Mathematically speaking this is only correct if the other operand isn't infinite or NaN. We ignore
+        # this possibility, just like JAX does for symbolic zeros.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
@@ -285,8 +290,8 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
     fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
-    # Some slices might be filled. In this case the result is only constant if they are filled with the same
-    # value.
+    # Slices that are out of bounds might be filled. If so, then the result is only constant if they are
+    # filled with the same value.
     if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
@@ -378,7 +383,10 @@ def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Z
 
 @register_on_either_side("dot_general", Full, other=ArrayLike, precedence=precedence.CONSTANT)
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Multiplies by a `Full`. All of its rows are equal, so the other operand only has to be summed once."""
+    """Multiplies by a `Full`.
+
+    All of its rows are equal, so we only have to sum the other operand once, rather than once per row.
+    """
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
     out = result(primitive, (x, y), params)
@@ -404,7 +412,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
 
 # The identity -------------------------------------------------------------------------------------
 
-# Zero times the identity is zero, so this is tried after `Zero`.
+# The product of the identity with a `Zero` should be a `Zero` as well, so this type is tried afterwards.
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -467,7 +475,7 @@ def _transpose(x: Identity, **params: Any) -> Identity:
 
 @register(ZERO_PRESERVING)
 def _of_identity(primitive: Primitive, x: Identity, **params: Any) -> Any:
-    """Applies a function that maps 0 to 0 and 1 to 1."""
+    """Applies a function that maps 0 to 0. If it also maps 1 to 1, then the result is still the identity."""
     one = apply(functools.partial(primitive.bind, **params), Full(1, (), x.dtype), shape=())
     return Identity(x.n, one.dtype) if known(one) == 1 else NotImplemented
 
@@ -479,7 +487,8 @@ def _reduce_sum(x: Identity, *, axes: Sequence[int], **params: Any) -> Full | Id
     return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
 
 
-# The identity is its own LU factor, so this also simplifies `jnp.linalg.solve` and `inv`.
+# The identity is its own LU factor. By implementing the following two primitives, we also simplify
+# `jnp.linalg.solve` and `jnp.linalg.inv`, which use them under the hood.
 
 
 @register("lu")

@@ -12,7 +12,8 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels import bits as bitstream
 
-# The codes, scales, outer scales, zeros and outer zeros of some blocks, each of shape (blocks, n).
+# The codes, scales, outer scales, zeros and outer zeros of some blocks, each of shape (blocks, n). Any of
+# these that a format doesn't have is None.
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
@@ -22,9 +23,9 @@ _Write = Callable[..., list[np.ndarray]]
 
 
 class BlockType(NamedTuple):
-    """A quantised type: its elements and bytes per block, its codec, and functions to read and write blocks.
+    """The layout of a quantised type: its block size, its codec, and functions that read and write blocks.
 
-    `write` returns the fields of a block in the order that they appear in the file.
+    Note that `write` returns each field of a block separately, in the order that they appear in the file.
     """
 
     elements: int
@@ -39,7 +40,11 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """Unpacks nibbles. The low nibbles hold the first half of the codes."""
+    """Unpacks nibbles.
+
+    Note that adjacent codes aren't stored in the same byte. Instead, the low nibbles hold the first half of
+    the codes, and the high nibbles hold the second half.
+    """
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
@@ -59,7 +64,11 @@ def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
-    """Reads and writes blocks of 32 codes: a scale, optionally a minimum and the fifth bits, then nibbles."""
+    """Returns functions that read and write blocks of 32 codes.
+
+    Each block consists of a scale, followed by a minimum and the fifth bit of each code (both of these are
+    optional), followed by nibbles.
+    """
     start = 4 if minimum else 2
 
     def read(raw: np.ndarray) -> Parts:
@@ -211,9 +220,9 @@ def read_blocks(
 ) -> BlockArray:
     """Decodes an array of the given shape from the raw bytes (uint8) of its blocks.
 
-    The result has these `rows` and `columns` of the stored array, which are permutations. We permute the raw
-    bytes of rows, since no block spans several rows. Columns are permuted in the same way if this doesn't
-    split any block. Otherwise we give the array an `order`.
+    If `rows` and `columns` are given, then the stored array is permuted by these. As no block spans several
+    rows, we can permute rows by just moving their bytes. Columns are permuted in the same way if this doesn't
+    split any block. Otherwise we leave the bytes as they are and give the array an `order`.
     """
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
@@ -235,7 +244,7 @@ def read_blocks(
 
 
 def _whole_blocks(columns: np.ndarray, elements: int) -> np.ndarray | None:
-    """Returns the order of blocks, if this order of columns keeps them whole."""
+    """Returns the order of blocks that corresponds to an order of columns; None if this splits any block."""
     blocks = columns.reshape(-1, elements)
     order = blocks[:, 0] // elements
     return order if np.array_equal(blocks, order[:, None] * elements + np.arange(elements)) else None
@@ -244,7 +253,8 @@ def _whole_blocks(columns: np.ndarray, elements: int) -> np.ndarray | None:
 def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None) -> Any:
     """Returns how to index the stored blocks of each row, so that the result has these columns of `w`.
 
-    None if columns of one block of this many elements would be in several ones.
+    Returns None if this isn't possible, because the columns of a single block of the result would come from
+    several of the stored blocks.
     """
     if w.order is None and columns is None:
         return slice(None)
@@ -256,7 +266,10 @@ def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None)
 
 
 def write_blocks(w: BlockArray, kind: BlockType, columns: np.ndarray | None = None) -> np.ndarray:
-    """Writes an array with these columns as bytes, row by row: (..., bytes). `block_order` must allow it."""
+    """Writes an array with these columns as bytes, with shape (..., bytes).
+
+    This assumes that `block_order` has already been used to check that no block would be split.
+    """
     rows, count = w.matrix
     codes, scale = np.asarray(w.codes), w.scale.parts()
     if w.order is not None:

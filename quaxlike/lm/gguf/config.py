@@ -40,8 +40,9 @@ def config_of(
 ) -> dict[str, Any]:
     """Converts a GGUF file's metadata to the equivalent of transformers' `config.json`.
 
-    `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor, which is only used for the
-    scaling factors of the rotary frequencies. Returns `{}` if the architecture is unknown.
+    `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor; we need this because the
+    scaling factors of the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
+    the architecture is unknown.
 
     **Raises:** `CheckpointError` if the value of any key has the wrong type.
     """
@@ -100,7 +101,7 @@ _RECURRENT = "attention.recurrent_layers"
 
 
 def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any) -> dict[str, Any]:
-    """Reads which layers use the first mixer, if the file says so for each layer."""
+    """Reads which layers use the first mixer, from a list with one boolean per layer."""
     if not isinstance(found, list) or not all(type(x) in (bool, int) for x in found):
         raise file_error(path, prefix + _RECURRENT, f"expected a list of booleans; found {quoted(found)}")
     kinds = ("full_attention", next(iter(family.mixers)))
@@ -108,7 +109,10 @@ def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any)
 
 
 def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str, Any]) -> int:
-    """Returns how many of the last blocks belong to a part that we ignore: they predict more tokens."""
+    """Returns how many of the last blocks are ignored.
+
+    These blocks predict additional tokens, which the decoder itself doesn't need.
+    """
     more, count = (metadata.get(prefix + key) or 0 for key in (_MORE, "block_count"))
     if not family.beside or not more:
         return 0
@@ -118,7 +122,7 @@ def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str,
 
 
 def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Finds the tensors of these blocks."""
+    """Returns the names of all tensors that belong to an ignored block."""
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -129,7 +133,7 @@ def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str])
 
 
 def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes metadata to those of a file without these blocks."""
+    """Returns the metadata of the same file without any ignored blocks, for example a smaller block count."""
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -144,7 +148,8 @@ def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, 
     return kept | {f"{prefix}block_count": count - more}
 
 
-# Far larger than any real layer count or head size, so that damaged files can't trigger huge allocations.
+# This is far larger than any real layer count or head size. It ensures that damaged files can't trigger huge
+# allocations.
 _LARGEST = 1 << 16
 # Additional keys that are read, but which are not plain numbers.
 _OTHERS = (
@@ -166,7 +171,10 @@ _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scal
 
 
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
-    """Warns about unrecognised keys under the architecture's prefix, since these may change the model."""
+    """Warns about unrecognised keys that start with the prefix of the architecture.
+
+    This is because any such key might change the model in a way that we don't know about.
+    """
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
     known = {*_KEYS, *own.keys, *own.products, *own.rope_keys, own.marker, *_OTHERS}
     known |= {*_WITHOUT_EFFECT, *([_SECTIONS] if own.sections else [])}
@@ -210,7 +218,7 @@ def _rope(
     read: Callable[[str], np.ndarray],
     partial: bool,
 ) -> dict[str, Any]:
-    """Reads the scaling of the rotary frequencies, and how much of each head is rotated."""
+    """Reads how much of each head is rotated and how the rotary frequencies are scaled."""
 
     def get(key: str) -> Any:
         return metadata.get(f"{prefix}rope.{key}")
@@ -260,8 +268,8 @@ _LOG = "yarn_log_multiplier"
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """Reads all of YaRN's parameters apart from its scaling factor.
 
-    llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor that YaRN
-    derives from `factor`, whereas transformers' `attention_factor` is the product of the two.
+    Note that llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor
+    that YaRN derives from `factor`, whereas the `attention_factor` of transformers is the product of the two.
     """
     keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
@@ -282,7 +290,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Converts the YaRN entries of a `config.json` to GGUF metadata. The inverse of `_yarn`."""
+    """Inverts `_yarn`, by converting the YaRN entries of a `config.json` to GGUF metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
@@ -420,7 +428,10 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
-    """Returns the size whose square root Gemma divides its attention scores by."""
+    """Returns the size by whose square root Gemma divides its attention scores.
+
+    This is the head size, except for the largest model.
+    """
     if config.get("num_hidden_layers") == own.large:
         return config["hidden_size"] // config["num_attention_heads"]
     return _head_size(config)
@@ -431,7 +442,7 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """As `metadata_of`, but first applies `completed`, and names the checkpoint in error messages.
+    """As `metadata_of`, but first applies `completed`. Error messages name the checkpoint.
 
     **Raises:** `CheckpointError` if the configuration can't be represented in GGUF.
     """

@@ -53,14 +53,14 @@ class _Tensor(NamedTuple):
 
 
 class GgufFile(Mapping[str, Any]):
-    """A mapping over a GGUF file's tensors, each of which is read from disk when it is looked up.
+    """A mapping over the tensors in a GGUF file, each of which is only read from disk when it is looked up.
 
     Keys are transformers' names if the architecture is known, and llama.cpp's names otherwise.
 
     **Attributes:**
 
-    - `metadata`: the file's key-value pairs, including the tokeniser. Numbers are kept as NumPy scalars if
-        `save` would otherwise change their type.
+    - `metadata`: the key-value pairs in the file, including the tokeniser. Numbers are kept as NumPy scalars
+        if `save` would otherwise change their type.
     - `config`: the equivalent of transformers' `config.json`, if the architecture is supported.
     """
 
@@ -123,7 +123,11 @@ class GgufFile(Mapping[str, Any]):
         return stack_experts(self.path, key, parts, interleaved)
 
     def _joined(self, key: str, parts: Sequence[Any], order: str) -> Any:
-        """Joins the rows of several tensors."""
+        """Joins the rows of several tensors.
+
+        This is needed if llama.cpp splits what is a single array in transformers, such as the projection that
+        produces the queries, keys, values and gates of Qwen3-Next.
+        """
         found = orders(self.path, key, order, sum(part.shape[0] for part in parts), self._plain)
         if [len(rows) for rows in found] != [part.shape[0] for part in parts]:
             names = " and ".join(self._sources[key])
@@ -138,7 +142,8 @@ class GgufFile(Mapping[str, Any]):
         dtype = np.promote_types(*(part.dtype for part in parts))
 
         def whole(parts: Sequence[Any]) -> Any:
-            # With the axis in front, quantised arrays stay so. (Rows alone are looked up as embeddings are.)
+            # Add an axis at the front, so that this is treated as a stack of matrices, and quantised arrays
+            # remain quantised. Otherwise it would look like indexing an embedding, whose rows are decoded.
             return jnp.concatenate([part.astype(dtype) for part in parts])[None][:, order_of_all][0]
 
         return quaxify(whole)(list(parts))

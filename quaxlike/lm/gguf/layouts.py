@@ -1,7 +1,7 @@
-"""How tensors in a GGUF file differ from transformers' arrays: the order of rows and columns, and functions
-of their numbers.
+"""How tensors in a GGUF file differ from the arrays in transformers.
 
-Orders are those for writing: a tensor is `array[order]`.
+llama.cpp permutes the rows or columns of some arrays, and applies an elementwise function to some others. All
+orders are defined from the point of view of writing, i.e. the tensor is `array[order]`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from ..families import Family, TensorLayout
 
 
 def layout_of(tensor: str, family: Family | None) -> TensorLayout:
-    """Returns the layout of a tensor, by its name in llama.cpp."""
+    """Looks up the layout of a tensor, given its name in llama.cpp."""
     own = family.gguf if family else None
     if family is None or own is None:
         return TensorLayout()
@@ -42,7 +42,10 @@ _Size = Callable[[str], int]
 
 
 def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
-    """llama.cpp rotates pairs of neighbours, and transformers the two halves of each head."""
+    """Reorders the rows of each head for rotary embeddings.
+
+    llama.cpp rotates pairs of adjacent elements, whereas transformers rotates the two halves of each head.
+    """
 
     def order(size: _Size, count: int) -> list[np.ndarray]:
         heads = size(key)
@@ -54,7 +57,9 @@ def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
 
 
 class _Heads(NamedTuple):
-    """The sizes of Gated DeltaNet: heads for keys and for values, and the sizes of all of them together."""
+    """The sizes of Gated DeltaNet: the number of key heads, the number of value heads (of which there can be
+    more), and the total size of all keys.
+    """
 
     key_heads: int
     heads: int
@@ -68,7 +73,11 @@ class _Heads(NamedTuple):
         return cls(key_heads, heads, key_heads * size("ssm.state_size"))
 
     def tiled(self, count: int) -> np.ndarray:
-        """In llama.cpp, the first value heads of all key heads come first; then all second ones."""
+        """Returns llama.cpp's order of value heads.
+
+        Several value heads can share a key head. transformers puts these next to each other, whereas in
+        llama.cpp the first value head of every key head comes first, followed by all of the second ones.
+        """
         if count < 1 or count % self.heads:
             raise ValueError(f"{self.heads} heads do not divide {count} values")
         shared = self.heads // self.key_heads
@@ -87,7 +96,9 @@ def _queries_keys_values(size: _Size, count: int) -> list[np.ndarray]:
 
 
 def _by_key_head(size: _Size, count: int) -> list[np.ndarray]:
-    """In Qwen3-Next, the queries, keys, values and gates of each key head are beside each other."""
+    """Splits the projection of Qwen3-Next, for which transformers puts the queries, keys, values and gates of
+    each key head next to each other.
+    """
     heads = _Heads.of(size)
     values = (count - 2 * heads.keys) // 2
     heads.tiled(values)  # checks the sizes
@@ -107,9 +118,9 @@ ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
 
 
 def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the rows (or columns) of an array in each of its tensors.
+    """Returns the rows (or columns) of an array that are stored by each of its tensors.
 
-    **Raises:** `CheckpointError` if sizes in the metadata are missing, or do not fit.
+    **Raises:** `CheckpointError` if sizes in the metadata are missing or don't fit.
     """
     prefix = f"{metadata.get('general.architecture')}."
 
@@ -131,7 +142,7 @@ def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str,
 
 
 def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the order of a single tensor, or None if it is that of the array."""
+    """Returns the order of a single tensor, or None if it's stored in the order of the array."""
     if not order:
         return None
     (found,) = orders(path, name, order, count, metadata)
@@ -142,7 +153,9 @@ def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[st
 
 
 class _Function(NamedTuple):
-    """A function of the numbers of an array, given the offset of the family's norms, and its inverse."""
+    """An elementwise function of an array together with its inverse, both of which are also given the offset
+    that the family adds to the weights of its norms.
+    """
 
     written: Callable[[np.ndarray, float | int], np.ndarray]
     read: Callable[[np.ndarray, float | int], np.ndarray]

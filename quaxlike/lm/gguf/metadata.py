@@ -81,7 +81,7 @@ class Cursor:
 
 
 def read_value(cursor: Cursor) -> Any:
-    """Reads a type followed by a value of that type: a number, string or list.
+    """Reads a type followed by a value of that type, which can be a number, string or list.
 
     Numbers are returned as NumPy scalars if `encode_value` would otherwise change their type.
     """
@@ -129,8 +129,9 @@ def encode_text(text: str) -> bytes:
 def encode_value(value: Any, key: str = "") -> bytes:
     """Encodes a value, prefixed by its type.
 
-    Known keys have a fixed type. Otherwise, NumPy scalars and arrays keep their dtype, Python integers become
-    uint32 (or int32 in a list), and floats become float32, matching the files that llama.cpp writes.
+    For known keys, we use the type that llama.cpp requires. For all other keys, NumPy scalars and arrays keep
+    their dtype, Python integers become uint32 (or int32 in a list), and floats become float32, matching the
+    files that llama.cpp writes.
 
     **Raises:** `TypeError` or `OverflowError` if the value can't be represented by the format, or by the type
     that the key requires.

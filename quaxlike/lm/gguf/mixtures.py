@@ -1,4 +1,4 @@
-"""Selection of the type of every weight in a GGUF file, from either a single type or a recipe."""
+"""Selects the type of every weight in a GGUF file, given either a single type or a recipe."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def _require_type(name: str) -> str:
 
 
 def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
-    """Selects a type for each of a model's arrays.
+    """Selects a type for each array in a model.
 
     **Arguments:**
 

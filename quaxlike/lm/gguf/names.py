@@ -17,7 +17,8 @@ from ...core.quaxify import quaxify
 from ...files.errors import file_error
 from ..families import FAMILIES, Family
 
-# Maps llama.cpp's names to transformers'. Keys with a suffix map to names that have none in transformers.
+# Maps llama.cpp's names to transformers' names. If a key has a suffix, such as ".weight", then the array in
+# transformers is a bare parameter without one.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
     "attn_q": "self_attn.q_proj",
@@ -40,7 +41,7 @@ _IN_BLOCK = {
 
 
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
-    """Looks up a file's model family. Returns None if its architecture is unknown."""
+    """Looks up the model family of a file. Returns None if its architecture is unknown."""
     name = metadata.get("general.architecture")
     known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
     marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]
@@ -75,7 +76,7 @@ def transformers_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_name(name: str, family: Family | None) -> str:
-    """The inverse of `transformers_name`."""
+    """Inverts `transformers_name`, by converting a name in transformers to llama.cpp's name."""
     stem, _, kind = name.rpartition(".")
     named = family.name if family else str
     top = {named(hf): gguf for gguf, hf in _TOP.items()}
@@ -98,7 +99,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 
 
 def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
-    """Returns llama.cpp's tensors for an array."""
+    """Returns the names of the llama.cpp tensors that store an array. There can be several of these."""
     found = _in_layer(name, family)
     if family is None or found is None or found[1] not in (parts := _joined(family)):
         return (llama_cpp_name(name, family),)
@@ -106,8 +107,10 @@ def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
 
 
 def joined_by(name: str, family: Family | None) -> str:
-    """Returns how rows are spread over the tensors of an array, as a name in `ORDERS`; "" for experts, and
-    for an array that is one tensor."""
+    """Returns how the rows of an array are distributed over several tensors, as a name in `ORDERS`.
+
+    This is "" for an array that is stored as a single tensor, and for experts (see `stack_experts`).
+    """
     found, own = _in_layer(name, family), family.gguf if family else None
     joined = own.joined.get(found[1]) if own and found else None
     return joined.rows if joined else ""
@@ -135,7 +138,7 @@ def _layers(family: Family | None) -> str:
 
 
 def _in_layer(name: str, family: Family | None) -> tuple[str, str] | None:
-    """Splits a name into the number of the layer and the name within it."""
+    """Splits a name into the layer number and the name within this layer."""
     found = re.fullmatch(rf"{re.escape(_layers(family))}\.(\d+)\.(.+)", name)
     return None if found is None else (found[1], found[2])
 
@@ -181,7 +184,7 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
 
 def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """The inverse of `stack_experts`: returns a function to extract each of llama.cpp's tensors.
+    """Inverts `stack_experts`, by returning a function to extract each of llama.cpp's tensors.
 
     `n_axes` is the number of axes of the array. The result is empty if the array is stored unchanged.
     """

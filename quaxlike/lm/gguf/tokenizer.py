@@ -48,8 +48,8 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 #: also prepend BOS by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-#: The maximum length of a merged token. We try splitting each token at every position, which takes too long
-#: for longer tokens.
+#: The maximum length of a merged token. We try splitting each token at every position, which would take too
+#: long for longer tokens.
 LONGEST = 1_024
 
 
@@ -131,7 +131,10 @@ def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]
 
 
 def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
-    """Recovers merges from scores: llama.cpp first merges the pair that forms the highest-scoring token."""
+    """Recovers the merges from the scores.
+
+    This is possible because llama.cpp always merges the pair that forms the token with the highest score.
+    """
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
         raise damaged("scores", f"expected one for each of {len(vocab)} tokens")
@@ -264,7 +267,7 @@ def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
 
 
 def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Reads the vocabulary, and the merges in order."""
+    """Reads the vocabulary as well as the merges, in order."""
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
@@ -377,7 +380,7 @@ def _sentencepiece_keys(
     kinds: list[int],
     added: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Computes scores that decrease in the order of the merges. `kinds` is modified in place."""
+    """Computes scores that decrease in the order of the merges. Note that this modifies `kinds` in place."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
@@ -385,7 +388,8 @@ def _sentencepiece_keys(
         if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
             kinds[i] = BYTE
         elif token in added and token in rank and "▁" in token:
-            kinds[i] = _NORMAL  # an added token for whitespace that is also the result of a merge
+            # This is an added token for whitespace that is also the result of a merge.
+            kinds[i] = _NORMAL
     unknown = described["model"].get("unk_token")
     if isinstance(unknown, str) and unknown in vocab:
         kinds[vocab[unknown]] = UNKNOWN
@@ -398,7 +402,11 @@ def _sentencepiece_keys(
 def _check_merges(
     path: Path, vocab: Mapping[str, int], merges: list[tuple[str, str]], plain: set[str]
 ) -> None:
-    """Checks that llama.cpp would merge the same pairs, since it merges any pair that forms a token."""
+    """Checks that llama.cpp would merge the same pairs.
+
+    This isn't always the case. For this kind of vocabulary llama.cpp doesn't store any merges, but merges any
+    pair of tokens that forms another token.
+    """
     if long := next((text for text in vocab if len(text) > LONGEST), None):
         raise file_error(
             path, "vocab", f"number {vocab[long]} has {len(long):,} characters; at most {LONGEST:,} fit"
@@ -480,7 +488,11 @@ def _special(
     named: Mapping[str, str],
     around: Mapping[str, int],
 ) -> dict[str, int]:
-    """Finds the special tokens, preferring the post-processor to the tokeniser, and both to the model."""
+    """Finds the special tokens.
+
+    These can be specified in several places. We prefer the post-processor to the configuration of the
+    tokeniser, and either of these to the configuration of the model.
+    """
     found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():
         token, number = named.get(f"{ours}_token"), config.get(f"{ours}_token_id")

@@ -25,8 +25,10 @@ _ALIGNMENT = 32
 
 
 class _Kind(NamedTuple):
-    """A tensor type: its number, and that of files which mostly use it; its elements and bytes per block; and
-    the codecs or dtype that it can store.
+    """A tensor type.
+
+    This consists of its number, the number of the file type for files that mostly use it, its elements and
+    bytes per block, and the codecs or dtype that it can store.
     """
 
     number: int
@@ -73,7 +75,7 @@ _INSTEAD = {
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
-# Tensors that llama.cpp always uses in float32.
+# Tensors that llama.cpp requires to be float32, regardless of the type of all other weights.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.((ffn_gate_inp(_shexp)?|ssm_conv1d)\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
@@ -165,15 +167,16 @@ def _padded(raw: bytes) -> bytes:
 
 
 class TensorPart(NamedTuple):
-    """A tensor, and how it is made from an array.
+    """A tensor together with instructions for creating it from an array.
 
     **Attributes:**
 
-    - `tensor`: its name.
-    - `cut`: a function that extracts it from a stack of experts. None takes all of the array.
-    - `rows`, `columns`: the rows and columns of the array, in the order of the tensor. None keeps them.
+    - `tensor`: the name of the tensor.
+    - `cut`: a function that extracts it from a stack of experts. If this is None then we use the whole array.
+    - `rows`, `columns`: the rows and columns of the array, in the order of the tensor. If these are None then
+        the order is unchanged.
     - `squeezed`: whether to drop the second axis.
-    - `function`: the function of the numbers.
+    - `function`: an elementwise function to apply.
     """
 
     tensor: str
@@ -185,7 +188,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[TensorPart]:
-    """Yields the tensors for an array. Errors name `path`."""
+    """Yields the tensors for an array. `path` is only used in error messages."""
     family, shape = family_of(metadata), value.shape
     if family is None or not shape:
         yield TensorPart(llama_cpp_name(name, family))

@@ -1,5 +1,8 @@
-"""Per-layer embeddings: each layer also adds a projection of a small embedding of its own (Gemma 3n, Gemma
-4)."""
+"""Per-layer embeddings, as used by Gemma 3n and Gemma 4.
+
+In addition to the usual embedding, every token has a small embedding for each layer, and each layer adds a
+gated projection of this.
+"""
 
 from typing import Any
 
@@ -11,13 +14,13 @@ from jaxtyping import Array, Float
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Ids, Part, each, linears, norm
 
-#: The parts of the body, and those of each layer.
+#: The names of the additional parts of the body and of each layer.
 OF_BODY = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
 OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
 
 
 def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
-    """Initialises the parts of the body."""
+    """Initialises the additional parts of the body. Returns `{}` if the model has no such embeddings."""
     c, size = config, config.hidden_size_per_layer_input
     if not size:
         return {}
@@ -31,7 +34,7 @@ def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
 
 
 def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
-    """Initialises the parts of a layer."""
+    """Initialises the additional parts of a single layer."""
     c, size = config, config.hidden_size_per_layer_input
     if not size:
         return {}
@@ -44,7 +47,11 @@ def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
 
 
 def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers tokens size"] | None:
-    """Computes the additional inputs of all layers, from the tokens and their embeddings `x`."""
+    """Computes the additional inputs of all layers, given the tokens and their usual embeddings `x`.
+
+    Up to a constant factor, each of these is the average of an embedding of the token and a projection of
+    `x`.
+    """
     c, size = body.config, body.config.hidden_size_per_layer_input
     if not size:
         return None
@@ -59,7 +66,7 @@ def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers to
 
 
 def added(layer: Part, x: Hidden, inputs: Float[Array, "tokens size"] | None) -> Hidden:
-    """Adds to `x` what a layer makes of its additional input."""
+    """Adds the gated projection of the additional input of a layer to `x`."""
     if inputs is None:
         return x
     act = jax.nn.silu if layer.config.family.activation == "silu" else jax.nn.gelu

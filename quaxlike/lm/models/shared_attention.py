@@ -1,7 +1,8 @@
-"""Gemma 4's attention. Some layers have no keys and values, and read those of an earlier layer.
+"""The attention layers of Gemma 4, some of which share the keys and values of an earlier layer.
 
-Layers without a window ("global") have heads of another size. Their values may be their keys before the norm
-and the rotation.
+Layers without a window are called "global" and have a different head size. Depending on the configuration,
+they don't have a separate projection for values. In this case the values are the keys prior to their
+normalisation and rotation.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     role: ClassVar = "self_attn"
     is_global: ClassVar[bool]
     reads: ClassVar[bool]
-    """Whether keys and values are those of an earlier layer, in the memory that the layer is called with."""
+    """Whether to read the keys and values of an earlier layer, whose memory is then passed to this layer."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, (heads, size) = config, self._heads(config)
@@ -42,7 +43,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
     @classmethod
     def _heads(cls, config: DecoderConfig) -> tuple[int, int]:
-        """The number of heads of keys, and their size."""
+        """Returns the number of key heads and the size of each."""
         if cls.is_global:
             return config.num_global_key_value_heads, config.global_head_dim
         return config.num_key_value_heads, config.head_dim
@@ -60,7 +61,8 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
         if memory is not None and memory.rotates:
             query = hadamard(query)
         if self.reads:
-            assert memory is not None  # that of the layer that it shares, even without a cache
+            # This is the memory of the earlier layer, which passes it on even if there's no cache.
+            assert memory is not None
             key, value = memory.read(query.dtype)
         else:
             key = heads_of("k_proj")
@@ -81,7 +83,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
 
 def _normalised(x: Float[Array, "tokens heads size"], eps: float | int) -> Float[Array, "tokens heads size"]:
-    """The norm without a weight."""
+    """Computes the RMS norm without a weight, in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
