@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike.arrays.quantized import CODECS
+from quaxlike.arrays.quantized import CODECS, Codec
 from tests.samples import normal
 
 from .test_native import _choice, _dense, _quantised, _times, built, unloaded, use_native
@@ -55,6 +55,9 @@ def test_what_cannot_be_met_is_an_error(unloaded):
         ql.NF4Array.quantize(x, compute="int4")
     with pytest.raises(ValueError, match="`activations` and `compute` each say"):
         dataclasses.replace(ql.Int8Array.quantize(x), activations="int8", compute="int8")
+    wide = Codec(bits=6, codes="table", table=tuple(map(float, range(64))), block=32)
+    with pytest.raises(ValueError, match="tables of at most 16 values; found BlockArray of 6-bit"):
+        ql.BlockArray.quantize(x, codec=wide, compute="int8")
     w = _computed("nf4", x)
     with pytest.raises(
         ValueError, match=r"nf4_matmul cannot compute in int8 on platform 'cpu'.*not compiled"

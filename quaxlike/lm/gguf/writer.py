@@ -165,15 +165,15 @@ def _padded(raw: bytes) -> bytes:
 
 
 class TensorPart(NamedTuple):
-    """A tensor, and how it is made from an array.
+    """A tensor of llama.cpp, along with how to compute it from our array.
 
     **Attributes:**
 
     - `tensor`: its name.
-    - `cut`: a function that extracts it from a stack of experts. None takes all of the array.
-    - `rows`, `columns`: the rows and columns of the array, in the order of the tensor. None keeps them.
-    - `squeezed`: whether to drop the second axis.
-    - `function`: the function of the numbers.
+    - `cut`: a function that extracts it from a stack of experts, or None to use the whole array.
+    - `rows`, `columns`: which rows and columns of the array it consists of, in order. None means all of them.
+    - `squeezed`: whether to drop the second axis, which is of size 1.
+    - `function`: a function to apply to the numbers, or None.
     """
 
     tensor: str
@@ -185,7 +185,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[TensorPart]:
-    """Yields the tensors for an array. Errors name `path`."""
+    """Yields the tensors that an array is written as. `path` is only used in error messages."""
     family, shape = family_of(metadata), value.shape
     if family is None or not shape:
         yield TensorPart(llama_cpp_name(name, family))

@@ -1,5 +1,8 @@
-"""Per-layer embeddings: each layer also adds a projection of a small embedding of its own (Gemma 3n, Gemma
-4)."""
+"""Per-layer embeddings, as introduced by Gemma 3n and also used by Gemma 4.
+
+In addition to the usual embedding, each token has a small embedding for every layer. A layer gates this with
+its own hidden states, and then adds a projection of the result to them.
+"""
 
 from typing import Any
 
@@ -11,7 +14,7 @@ from jaxtyping import Array, Float
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Ids, Part, each, linears, norm
 
-#: The parts of the body, and those of each layer.
+#: The names of the parts that are added to the body, and to each layer.
 OF_BODY = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
 OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
 
@@ -44,7 +47,11 @@ def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
 
 
 def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers tokens size"] | None:
-    """Computes the additional inputs of all layers, from the tokens and their embeddings `x`."""
+    """Computes the additional inputs of all layers, or None if the model doesn't have any.
+
+    Each input is the sum of the token's own embedding for that layer and a projection of its usual embedding
+    `x`.
+    """
     c, size = body.config, body.config.hidden_size_per_layer_input
     if not size:
         return None
@@ -59,7 +66,7 @@ def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers to
 
 
 def added(layer: Part, x: Hidden, inputs: Float[Array, "tokens size"] | None) -> Hidden:
-    """Adds to `x` what a layer makes of its additional input."""
+    """Adds the contribution of the layer's additional input to `x`."""
     if inputs is None:
         return x
     act = jax.nn.silu if layer.config.family.activation == "silu" else jax.nn.gelu

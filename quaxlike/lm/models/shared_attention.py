@@ -1,7 +1,9 @@
-"""Gemma 4's attention. Some layers have no keys and values, and read those of an earlier layer.
+"""Gemma 4's attention.
 
-Layers without a window ("global") have heads of another size. Their values may be their keys before the norm
-and the rotation.
+This differs from the usual attention in two ways. Firstly, the last layers don't compute any keys or values:
+they only compute queries, and read the keys and values of an earlier layer. Secondly, layers without a window
+("global" ones) have a different head size, and might not have a projection for values either. In this case
+the values are the same as the keys, before these are normalised and rotated.
 """
 
 from typing import Any, ClassVar
@@ -24,7 +26,8 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     role: ClassVar = "self_attn"
     is_global: ClassVar[bool]
     reads: ClassVar[bool]
-    """Whether keys and values are those of an earlier layer, in the memory that the layer is called with."""
+    """Whether this layer reads the keys and values of an earlier one. It finds these in the memory that it's
+    called with, which is why there has to be one even if we aren't generating."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, (heads, size) = config, self._heads(config)
@@ -42,7 +45,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
     @classmethod
     def _heads(cls, config: DecoderConfig) -> tuple[int, int]:
-        """The number of heads of keys, and their size."""
+        """Returns the number of key heads and their size."""
         if cls.is_global:
             return config.num_global_key_value_heads, config.global_head_dim
         return config.num_key_value_heads, config.head_dim
@@ -81,7 +84,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
 
 def _normalised(x: Float[Array, "tokens heads size"], eps: float | int) -> Float[Array, "tokens heads size"]:
-    """The norm without a weight."""
+    """Applies RMS norm without a weight, which is how Gemma 4 normalises its values."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
