@@ -492,7 +492,7 @@ class AbstractQuantizedArray(GradientsArray):
         found = self._for_kernels(parts, shape)
         if found is None:
             # Rows of the matrix are only parts of rows of codes. (Weights of typical models don't do this.)
-            if self.compute is not None:
+            if self.compute is not None and not transpose and math.prod(shape):
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
                     f"codes of shape {codes.shape}. Leave `compute` out."
