@@ -50,6 +50,9 @@ class Gguf:
     """The value of `model_type` in transformers."""
     marker: str = ""
     """A metadata key that distinguishes this family from others with the same `name`."""
+    predictors: str = ""
+    """The prefix to list those blocks under that only predict further tokens (llama.cpp appends them to the
+    decoder's own). It must match `Family.beside`. Empty if there are no such blocks."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional names that llama.cpp uses within a block to transformers' names."""
     layouts: Mapping[str, TensorLayout] = dataclasses.field(default_factory=dict)
@@ -269,7 +272,7 @@ _LINEAR_PARTS = {
     },
 }
 _DELTA_NET_GGUF = Gguf(
-    "qwen35", "qwen3_5_text",
+    "qwen35", "qwen3_5_text", predictors="mtp",
     parts={
         **_LINEAR_PARTS, "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
         "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",

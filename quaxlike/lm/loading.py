@@ -99,7 +99,7 @@ def load(
     - `dtype`: the dtype to compute in, such as `"bfloat16"`, which is then also the logical dtype of
         quantised weights. Defaults to the above.
     - `compute`: if this is `"int8"` then products with quantised weights on a CPU round their inputs to 8
-        bits, in blocks of 32, as llama.cpp does. You can compile these with
+        bits, in blocks of 32, as llama.cpp does. This needs the native products, which you can compile with
         [`quaxlike.kernels.native.build`][]. By default, inputs aren't rounded.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
@@ -163,7 +163,10 @@ def load(
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
     if compute is not None and not is_quantised(loaded):
-        raise ValueError(f"compute={compute!r} is of products with quantised weights; the model has none.")
+        raise ValueError(
+            f"compute={compute!r} only affects products with quantised weights, and this model has none. "
+            "Pass `quantize` as well, or leave `compute` out."
+        )
     return replace(skeleton, loaded), config
 
 

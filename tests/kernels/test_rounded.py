@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike.arrays.quantized import CODECS
+from quaxlike.arrays.quantized import CODECS, Codec
 from tests.samples import normal
 
 from .test_native import _choice, _dense, _quantised, _times, built, unloaded, use_native
@@ -47,6 +47,18 @@ def test_the_reference_rounds_blocks_and_differentiates_straight_through():
     assert 1e-3 < relative_error(_rounded(x) @ dense.T, np.float64(x) @ dense.T) < 1e-2
 
 
+def test_parts_of_rows_of_codes():
+    """Their product is not rounded if it contracts rows, and has nothing to round without elements."""
+    w = ql.BlockArray.quantize(normal(4, 256), codec="q4_k", compute="int8")
+    assert _times(w)[0](normal(3, 256), w[:0]).shape == (3, 0)
+    parts, x = dataclasses.replace(w, inner=(2, 128)), normal(3, 4, 2)
+    by_rows = ql.quaxify(lambda x, w: jnp.einsum("mni,nij->mj", x, w))
+    expected = np.einsum("mni,nij->mj", x, np.float64(parts.materialise()))
+    assert relative_error(by_rows(x, parts), expected) < 1e-5
+    with pytest.raises(ValueError, match="takes matrices that have rows of codes; found one of shape"):
+        ql.quaxify(lambda x, w: jnp.einsum("mj,nij->mni", x, w))(normal(3, 128), parts)
+
+
 def test_what_cannot_be_met_is_an_error(unloaded):
     x = normal(4, 64)
     with pytest.raises(ValueError, match=r"takes codes that bytes can hold.*BlockArray of fp8"):
@@ -55,6 +67,9 @@ def test_what_cannot_be_met_is_an_error(unloaded):
         ql.NF4Array.quantize(x, compute="int4")
     with pytest.raises(ValueError, match="`activations` and `compute` each say"):
         dataclasses.replace(ql.Int8Array.quantize(x), activations="int8", compute="int8")
+    wide = Codec(bits=6, codes="table", table=tuple(map(float, range(64))), block=32)
+    with pytest.raises(ValueError, match="tables of at most 16 values; found BlockArray of 6-bit"):
+        ql.BlockArray.quantize(x, codec=wide, compute="int8")
     w = _computed("nf4", x)
     with pytest.raises(
         ValueError, match=r"nf4_matmul cannot compute in int8 on platform 'cpu'.*not compiled"

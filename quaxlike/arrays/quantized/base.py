@@ -492,7 +492,7 @@ class AbstractQuantizedArray(GradientsArray):
         found = self._for_kernels(parts, shape)
         if found is None:
             # Each row of the matrix is only part of a row of codes. (In practice this is rare for weights.)
-            if self.compute is not None:
+            if self.compute is not None and not transpose and math.prod(shape):
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
                     f"codes of shape {codes.shape}. Leave `compute` out."

@@ -1,4 +1,8 @@
-"""How products round their other operand: whether an array's format has it."""
+"""Checks of the options that make products round their other operand.
+
+There are two of these. `activations` uses a single scale for each row, whereas `compute` has one for every 32
+numbers, like llama.cpp, and only works on CPUs. An array can't have both.
+"""
 
 from typing import Any
 
@@ -7,7 +11,8 @@ from ...kernels.code_matmul import ACTIVATIONS
 
 
 def check_rounding(w: Any) -> None:
-    """Raises a `ValueError` unless a quantised array can have its `activations` and `compute`."""
+    """Raises a `ValueError` if the format of a quantised array doesn't support its `activations` or
+    `compute`, or if it has both."""
     _check_activations(w)
     if w.compute is None:
         return
@@ -15,7 +20,7 @@ def check_rounding(w: Any) -> None:
         raise ValueError(f"compute must be 'int8' or None; found {w.compute!r}.")
     if w.activations is not None:
         raise ValueError(
-            "`activations` and `compute` each say how the other operand is rounded: leave one out."
+            "`activations` and `compute` each say how the other operand is rounded: leave one of them out."
         )
     if not rounds(w.codec):
         raise ValueError(

@@ -50,19 +50,23 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 def choose_rounded(
     library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool
 ) -> Choice | str:
-    """Returns the native product of inputs in 8 bits, or the reason why it does not support an operation."""
+    """Returns the native product that rounds its inputs to 8 bits, or the reason why it can't be used."""
     choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
     if isinstance(choice, str):
         return choice
     if not isinstance(decode, Nibbles) and not rounds(decode.codec):
-        return f"bytes do not hold the values of {decode.codec.name}"
+        return f"the values of {decode.codec.name} don't fit into bytes"
     how = "inputs are rounded to 8 bits in blocks of 32, and multiplied by codes as bytes, by"
     return Choice("native", f"{how} {library.rounding}", _multiply_rounded)
 
 
 def rounds(codec: Codec) -> bool:
-    """Returns whether native products multiply codes of this format by inputs in 8 bits."""
-    return codec.bits < 7 or codec.codes in ("integer", "signed")
+    """Returns whether native products can multiply codes of this format by inputs in 8 bits.
+
+    The values themselves must be bytes. If they come from a table then we look them up in a register, which
+    only has room for 16 of them.
+    """
+    return codec.bits <= 4 or (codec.bits != 7 and codec.codes in ("integer", "signed"))
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:

@@ -102,7 +102,11 @@ def _choose(
 def _choose_rounded(
     platform: str, x: Any, run: Any, decode: Decode, product: Product, backend: Any, partitioned: bool
 ) -> Choice:
-    """Chooses the native product. Nothing else rounds `x`, except the reference where it is asked for."""
+    """Chooses the product for inputs in 8 bits.
+
+    Only the native product rounds `x`. We never fall back to the reference by ourselves, as this would be
+    slower than not rounding at all, but users can ask for it.
+    """
 
     def native(platform: str, x: Any, *, partitioned: bool) -> Choice | str:
         library = library_on(platform)
@@ -284,7 +288,7 @@ def block_matmul(
     - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
         `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
-    - `compute`: as for `Product`; not with `transpose`.
+    - `compute`: as for `Product`. This must be None if `transpose` is set.
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 

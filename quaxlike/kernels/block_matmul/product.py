@@ -60,8 +60,8 @@ class Product:
     - `scales`: `"float"` for scales of any floating dtype. Scales can also be bytes, in which case this is
         `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
-    - `compute`: `"int8"` if `x` is rounded to 8 bits, in blocks of 32 along `K` with a float32 scale each;
-        None if it is not rounded. Derivatives are those of the product that does not round.
+    - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` that each have a float32 scale, or
+        None to use it as it is. Note that derivatives are those of the product without rounding.
     """
 
     shape: tuple[int, int]

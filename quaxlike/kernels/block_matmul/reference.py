@@ -38,9 +38,10 @@ _UNIT = 32
 
 
 def in_eight_bits(x: Float[Array, "*batch k"]) -> Float32[Array, "*batch k"]:
-    """Rounds `x` to 8 bits, in blocks of 32, as llama.cpp's Q8_0 with scales in float32.
+    """Rounds `x` to 8 bits, in blocks of 32. This is llama.cpp's Q8_0, but with scales in float32.
 
-    The derivative is that of the identity. A block with infinity or NaN becomes NaN.
+    The derivative is that of the identity. If any number in a block is infinite or NaN, then the whole block
+    becomes NaN.
     """
     x, k = x.astype(jnp.float32), x.shape[-1]
     blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -k % _UNIT)]).reshape(*x.shape[:-1], -1, _UNIT)

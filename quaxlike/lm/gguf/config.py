@@ -109,12 +109,9 @@ def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any)
 
 
 def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str, Any]) -> int:
-    """Returns how many of the last blocks are ignored.
-
-    These blocks predict additional tokens, which the decoder itself doesn't need.
-    """
+    """Returns how many of the last blocks only predict further tokens. We don't use these."""
     more, count = (metadata.get(prefix + key) or 0 for key in (_MORE, "block_count"))
-    if not family.beside or not more:
+    if family.gguf is None or not family.gguf.predictors or not more:
         return 0
     if type(more) is not int or type(count) is not int or not 0 < more < count:
         raise file_error(path, prefix + _MORE, f"expected fewer than {count} layers; found {quoted(more)}")
@@ -122,7 +119,7 @@ def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str,
 
 
 def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns the names of all tensors that belong to an ignored block."""
+    """Finds the tensors in blocks that only predict further tokens."""
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -133,7 +130,10 @@ def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str])
 
 
 def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of the same file without any ignored blocks, for example a smaller block count."""
+    """Converts the metadata to that of a file without the blocks that only predict further tokens.
+
+    Some keys have a list with one value per block. These lists are shortened as well.
+    """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -231,6 +231,8 @@ def _rope(
             key, name = f"{prefix}rope.dimension_count", config["model_type"]
             raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
+    elif partial and rotated is None:
+        out["partial_rotary_factor"] = 1.0  # as in llama.cpp, whatever transformers' default is
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
     if "rope_freqs.weight" in shapes:  # llama.cpp divides the frequencies by these factors, as in Llama 3
         factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()

@@ -90,8 +90,8 @@ class GgufFile(Mapping[str, Any]):
         self._sources = {
             transformers_name(name, self._family): (name,) for name in own if name not in parts
         } | joined
-        if self._family is not None:
-            self._sources |= {f"{self._family.beside}.{name}": (name,) for name in beside}
+        if self._family is not None and self._family.gguf is not None:
+            self._sources |= {f"{self._family.gguf.predictors}.{name}": (name,) for name in beside}
         if len(self._sources) < len(found) - len(parts) + len(joined):
             raise file_error(path, None, "two tensors have the same name")
         shapes = {name: tensor.shape for name, tensor in found.items()}
@@ -123,10 +123,9 @@ class GgufFile(Mapping[str, Any]):
         return stack_experts(self.path, key, parts, interleaved)
 
     def _joined(self, key: str, parts: Sequence[Any], order: str) -> Any:
-        """Joins the rows of several tensors.
+        """Joins the rows of several tensors into a single array, in transformers' order.
 
-        This is needed if llama.cpp splits what is a single array in transformers, such as the projection that
-        produces the queries, keys, values and gates of Qwen3-Next.
+        If the tensors are quantised in different ways then the array becomes dense, with a warning.
         """
         found = orders(self.path, key, order, sum(part.shape[0] for part in parts), self._plain)
         if [len(rows) for rows in found] != [part.shape[0] for part in parts]:
@@ -161,11 +160,16 @@ class GgufFile(Mapping[str, Any]):
             for axis, size in ends
         )
         if tensor.kind not in _PLAIN:
+            if layout.numbers or (layout.is_row and len(shape) == 1):  # llama.cpp never quantises these
+                raise file_error(path, name, "must be made of floats; found quantised blocks")
             out = read_blocks(BLOCK_TYPES[tensor.kind][1], data, shape, rows, columns)
             return quaxify(_with_axis)(out) if layout.squeezed else out
         x = data.view(_PLAIN[tensor.kind]).reshape(shape)
         if layout.numbers:
-            x = FUNCTIONS[layout.numbers].read(x, self._family.norm_offset if self._family else 0)
+            read = FUNCTIONS[layout.numbers].read(x, self._family.norm_offset if self._family else 0)
+            if np.any(np.isnan(read) & ~np.isnan(x)):
+                raise file_error(path, name, "must not have positive numbers")
+            x = read
         x = x if rows is None else x[rows]
         x = x if columns is None else x[..., columns]
         x = x[None] if layout.is_row and x.ndim == 1 else x

@@ -1,7 +1,8 @@
-"""How tensors in a GGUF file differ from the arrays in transformers.
+"""Differences between the tensors of a GGUF file and transformers' arrays.
 
-llama.cpp permutes the rows or columns of some arrays, and applies an elementwise function to some others. All
-orders are defined from the point of view of writing, i.e. the tensor is `array[order]`.
+Rows and columns can be in a different order, and the numbers themselves can be transformed. For example,
+llama.cpp stores `-exp(A_log)` rather than `A_log`. Note that all orders in here are the ones for writing, so
+that `tensor = array[order]`. When reading, we need to invert them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from ..families import Family, TensorLayout
 
 
 def layout_of(tensor: str, family: Family | None) -> TensorLayout:
-    """Looks up the layout of a tensor, given its name in llama.cpp."""
+    """Looks up the layout of a tensor from its name in llama.cpp."""
     own = family.gguf if family else None
     if family is None or own is None:
         return TensorLayout()
@@ -42,9 +43,10 @@ _Size = Callable[[str], int]
 
 
 def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
-    """Reorders the rows of each head for rotary embeddings.
+    """Interleaves the two halves of each head.
 
-    llama.cpp rotates pairs of adjacent elements, whereas transformers rotates the two halves of each head.
+    This is needed because llama.cpp rotates pairs of neighbours, whereas transformers rotates the first half
+    of a head together with the second half.
     """
 
     def order(size: _Size, count: int) -> list[np.ndarray]:
@@ -57,8 +59,13 @@ def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
 
 
 class _Heads(NamedTuple):
-    """The sizes of Gated DeltaNet: the number of key heads, the number of value heads (of which there can be
-    more), and the total size of all keys.
+    """The sizes of a Gated DeltaNet layer.
+
+    **Attributes:**
+
+    - `key_heads`: the number of heads for keys (and queries).
+    - `heads`: the number of heads for values, which is a multiple of this.
+    - `keys`: the total size of all key heads.
     """
 
     key_heads: int
@@ -73,10 +80,10 @@ class _Heads(NamedTuple):
         return cls(key_heads, heads, key_heads * size("ssm.state_size"))
 
     def tiled(self, count: int) -> np.ndarray:
-        """Returns llama.cpp's order of value heads.
+        """Returns the order of the value heads in llama.cpp.
 
-        Several value heads can share a key head. transformers puts these next to each other, whereas in
-        llama.cpp the first value head of every key head comes first, followed by all of the second ones.
+        Several value heads share each key head. In transformers these are next to each other, but llama.cpp
+        starts with the first value head of every key head, followed by all of the second ones, and so on.
         """
         if count < 1 or count % self.heads:
             raise ValueError(f"{self.heads} heads do not divide {count} values")
@@ -96,8 +103,10 @@ def _queries_keys_values(size: _Size, count: int) -> list[np.ndarray]:
 
 
 def _by_key_head(size: _Size, count: int) -> list[np.ndarray]:
-    """Splits the projection of Qwen3-Next, for which transformers puts the queries, keys, values and gates of
-    each key head next to each other.
+    """Splits the rows of Qwen3-Next's fused projection into llama.cpp's two tensors.
+
+    In transformers, the rows are grouped by key head: its queries, keys, values and gates. llama.cpp has one
+    tensor for all queries, keys and values, and another one for the gates.
     """
     heads = _Heads.of(size)
     values = (count - 2 * heads.keys) // 2
@@ -118,9 +127,9 @@ ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
 
 
 def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the rows (or columns) of an array that are stored by each of its tensors.
+    """Returns which rows (or columns) of an array each of its tensors consists of.
 
-    **Raises:** `CheckpointError` if sizes in the metadata are missing or don't fit.
+    **Raises:** `CheckpointError` if any sizes are missing from the metadata, or don't fit the array.
     """
     prefix = f"{metadata.get('general.architecture')}."
 
@@ -142,7 +151,7 @@ def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str,
 
 
 def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the order of a single tensor, or None if it's stored in the order of the array."""
+    """Returns the order of a single tensor, or None if there is nothing to reorder."""
     if not order:
         return None
     (found,) = orders(path, name, order, count, metadata)
@@ -153,8 +162,9 @@ def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[st
 
 
 class _Function(NamedTuple):
-    """An elementwise function of an array together with its inverse, both of which are also given the offset
-    that the family adds to the weights of its norms.
+    """A function that is applied to all numbers when an array is written, along with its inverse.
+
+    Both are also passed the offset that the family adds to the weights of its norms, which most ignore.
     """
 
     written: Callable[[np.ndarray, float | int], np.ndarray]

@@ -109,7 +109,7 @@ def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
 def joined_by(name: str, family: Family | None) -> str:
     """Returns how the rows of an array are distributed over several tensors, as a name in `ORDERS`.
 
-    This is "" for an array that is stored as a single tensor, and for experts (see `stack_experts`).
+    This is empty if the array is just a single tensor, and also for experts, as their rows aren't reordered.
     """
     found, own = _in_layer(name, family), family.gguf if family else None
     joined = own.joined.get(found[1]) if own and found else None

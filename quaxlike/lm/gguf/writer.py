@@ -167,16 +167,15 @@ def _padded(raw: bytes) -> bytes:
 
 
 class TensorPart(NamedTuple):
-    """A tensor together with instructions for creating it from an array.
+    """A tensor of llama.cpp, along with how to compute it from our array.
 
     **Attributes:**
 
-    - `tensor`: the name of the tensor.
-    - `cut`: a function that extracts it from a stack of experts. If this is None then we use the whole array.
-    - `rows`, `columns`: the rows and columns of the array, in the order of the tensor. If these are None then
-        the order is unchanged.
-    - `squeezed`: whether to drop the second axis.
-    - `function`: an elementwise function to apply.
+    - `tensor`: its name.
+    - `cut`: a function that extracts it from a stack of experts, or None to use the whole array.
+    - `rows`, `columns`: which rows and columns of the array it consists of, in order. None means all of them.
+    - `squeezed`: whether to drop the second axis, which is of size 1.
+    - `function`: a function to apply to the numbers, or None.
     """
 
     tensor: str
@@ -188,7 +187,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[TensorPart]:
-    """Yields the tensors for an array. `path` is only used in error messages."""
+    """Yields the tensors that an array is written as. `path` is only used in error messages."""
     family, shape = family_of(metadata), value.shape
     if family is None or not shape:
         yield TensorPart(llama_cpp_name(name, family))

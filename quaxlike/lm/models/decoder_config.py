@@ -121,14 +121,14 @@ class DecoderConfig(Config):
     shared_expert_intermediate_size: int = 0
     swiglu_limit: float | int = 7.0
     global_head_dim: int = 0
-    """The size of heads in layers without a window, and the number of heads of their keys, if a family has
-    other ones there."""
+    """The head size in layers without a window. This and the next entry are 0 if a family uses the same
+    heads in all of its layers."""
     num_global_key_value_heads: int = 0
     attention_k_eq_v: bool = False
-    """Whether keys are values, too, in layers without a window."""
+    """Whether layers without a window also use their keys as values, instead of having a `v_proj`."""
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
-    """Whether layers that share keys and values have feed-forward layers of twice the size."""
+    """Whether the feed-forward layer is twice as wide in layers that read another layer's keys and values."""
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
     tie_word_embeddings: bool = False
@@ -152,7 +152,8 @@ class DecoderConfig(Config):
     mixers: tuple[str, ...] = ()
     """The mixer of each layer, given as a key of `MIXERS`."""
     sources: tuple[int, ...] = ()
-    """The layer whose memory each layer reads: its own, or that of a layer before it."""
+    """The index of the layer whose memory each layer reads. This is usually the layer itself, but some layers
+    of Gemma 4 read an earlier one instead."""
     sizes: tuple[tuple[str, int], ...] = ()
     """The integer-valued entries that mixers use."""
     sparse: tuple[bool, ...] = ()
@@ -218,6 +219,10 @@ class DecoderConfig(Config):
             intermediate_size=out.intermediate_size or 4 * out.hidden_size,
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
+        rows = out.vocab_size_per_layer_input
+        if out.hidden_size_per_layer_input and rows < out.vocab_size:
+            wanted = f"at least vocab_size={out.vocab_size}, a row for each token"
+            raise refused("vocab_size_per_layer_input", rows, label, wanted)
         windows = _windows(out, fields, label)
         mixers, sources = _shared(out, _mixers(out, fields, label, windows), label)
         off = family.window_switch and not out.use_sliding_window
@@ -245,12 +250,31 @@ _DERIVED = (
 
 
 def _of_global_layers(fields: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Reads the sizes of heads in layers without a window: from two entries, or from `per_layer_config`."""
+    """Reads the head sizes of layers that don't have a window.
+
+    Older versions of transformers write these as two entries, and newer ones as a `per_layer_config`. Any
+    that are missing are the same as in layers with a window.
+    """
     if "global_head_dim" not in fields:
         return {}
-    if not (layers := fields.get("per_layer_config")):
+    usual = {
+        "head_dim": fields.get("head_dim"),
+        "num_key_value_heads": fields.get("num_key_value_heads") or fields.get("num_attention_heads"),
+    }
+    if fields.get("per_layer_config"):
+        given = _of_each_layer(fields, label)
+    else:
         heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
-        return {"num_global_key_value_heads": heads or fields.get("num_key_value_heads")}
+        given = {"head_dim": fields["global_head_dim"], "num_key_value_heads": heads}
+    size, heads = (given.get(name) or usual[name] for name in usual)
+    if not size:
+        raise refused("global_head_dim", size, label, "a positive head size, here or as head_dim")
+    return {"global_head_dim": size, "num_global_key_value_heads": heads}
+
+
+def _of_each_layer(fields: Mapping[str, Any], label: str) -> Mapping[str, Any]:
+    """Returns the entries that `per_layer_config` has for each layer without a window."""
+    layers = fields["per_layer_config"]
     kinds, told = fields.get("layer_types"), "head_dim and num_key_value_heads of layers without a window"
     if not isinstance(layers, Mapping) or not isinstance(kinds, list):
         raise refused("per_layer_config", layers, label, told)
@@ -259,8 +283,7 @@ def _of_global_layers(fields: Mapping[str, Any], label: str) -> dict[str, Any]:
     are_alike = all(isinstance(x, Mapping) and x == sizes[0] and {*x} <= {*names} for x in sizes)
     if sorted(map(str, layers)) != sorted(wanted) or not are_alike:
         raise refused("per_layer_config", layers, label, told)
-    size, heads = (sizes[0].get(name, fields.get(name)) for name in names)
-    return {"global_head_dim": size, "num_global_key_value_heads": heads}
+    return sizes[0]
 
 
 def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
@@ -284,7 +307,10 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
 
 
 def _until_last(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    """Finds the layers with windows, of which the last is none. Both kinds differ in more than that."""
+    """Finds the layers with windows, for families whose last layer never has one.
+
+    In these families the two kinds of layers also have different head sizes, so there must be a window.
+    """
     layers, types = config.num_hidden_layers, fields.get("layer_types")
     if not config.sliding_window:
         raise refused("sliding_window", config.sliding_window, label, "a window of at least one token")
@@ -333,7 +359,10 @@ def _mixers(
 def _shared(
     config: DecoderConfig, mixers: tuple[str, ...], label: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Finds the layers that read keys and values of others: the mixers of all layers, and their sources."""
+    """Finds which of the last layers read the keys and values of an earlier layer.
+
+    Returns the mixers of all layers along with their `sources`.
+    """
     layers, count = len(mixers), config.num_kv_shared_layers
     if not config.family.sharing or not count:
         return mixers, tuple(range(layers))

@@ -1,7 +1,7 @@
-"""Per-layer embeddings, as used by Gemma 3n and Gemma 4.
+"""Per-layer embeddings, as introduced by Gemma 3n and also used by Gemma 4.
 
-In addition to the usual embedding, every token has a small embedding for each layer, and each layer adds a
-gated projection of this.
+In addition to the usual embedding, each token has a small embedding for every layer. A layer gates this with
+its own hidden states, and then adds a projection of the result to them.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Ids, Part, each, linears, norm
 
-#: The names of the additional parts of the body and of each layer.
+#: The names of the parts that are added to the body, and to each layer.
 OF_BODY = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
 OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
 
@@ -66,7 +66,7 @@ def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers to
 
 
 def added(layer: Part, x: Hidden, inputs: Float[Array, "tokens size"] | None) -> Hidden:
-    """Adds the gated projection of the additional input of a layer to `x`."""
+    """Adds the contribution of the layer's additional input to `x`."""
     if inputs is None:
         return x
     act = jax.nn.silu if layer.config.family.activation == "silu" else jax.nn.gelu

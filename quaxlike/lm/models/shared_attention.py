@@ -1,8 +1,9 @@
-"""The attention layers of Gemma 4, some of which share the keys and values of an earlier layer.
+"""Gemma 4's attention.
 
-Layers without a window are called "global" and have a different head size. Depending on the configuration,
-they don't have a separate projection for values. In this case the values are the keys prior to their
-normalisation and rotation.
+This differs from the usual attention in two ways. Firstly, the last layers don't compute any keys or values:
+they only compute queries, and read the keys and values of an earlier layer. Secondly, layers without a window
+("global" ones) have a different head size, and might not have a projection for values either. In this case
+the values are the same as the keys, before these are normalised and rotated.
 """
 
 from typing import Any, ClassVar
@@ -25,7 +26,8 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     role: ClassVar = "self_attn"
     is_global: ClassVar[bool]
     reads: ClassVar[bool]
-    """Whether to read the keys and values of an earlier layer, whose memory is then passed to this layer."""
+    """Whether this layer reads the keys and values of an earlier one. It finds these in the memory that it's
+    called with, which is why there has to be one even if we aren't generating."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, (heads, size) = config, self._heads(config)
@@ -43,7 +45,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
     @classmethod
     def _heads(cls, config: DecoderConfig) -> tuple[int, int]:
-        """Returns the number of key heads and the size of each."""
+        """Returns the number of key heads and their size."""
         if cls.is_global:
             return config.num_global_key_value_heads, config.global_head_dim
         return config.num_key_value_heads, config.head_dim
@@ -83,7 +85,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
 
 def _normalised(x: Float[Array, "tokens heads size"], eps: float | int) -> Float[Array, "tokens heads size"]:
-    """Computes the RMS norm without a weight, in at least float32."""
+    """Applies RMS norm without a weight, which is how Gemma 4 normalises its values."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 

@@ -8,6 +8,7 @@ import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, peft, save
+from quaxlike.lm.gguf import layouts
 from quaxlike.lm.gguf.container import open_gguf
 from quaxlike.lm.gguf.writer import write
 from quaxlike.surgery.trees import named_arrays
@@ -102,6 +103,39 @@ def test_the_gate_of_a_shared_expert_may_be_a_vector(checkpoint, tmp_path):
     again, _ = load(tmp_path / "vectors.gguf")
     for name in gates:
         np.testing.assert_array_equal(named_arrays(again)[name], named_arrays(model)[name])
+
+
+def test_whole_heads_are_rotated_unless_the_file_says_how_much(checkpoint, tmp_path):
+    """As in llama.cpp. transformers has another default for these models."""
+    source, model = checkpoint("qwen3_5_text")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    file = open_gguf(tmp_path / "m.gguf")
+    metadata = {x: y for x, y in file.metadata.items() if x != "qwen35.rope.dimension_count"}
+    write(tmp_path / "none.gguf", {name: file[name] for name in file}, metadata)
+    assert open_gguf(tmp_path / "none.gguf").config["partial_rotary_factor"] == 1
+
+
+def test_decays_that_are_no_decays_are_refused(checkpoint, tmp_path, monkeypatch):
+    source, model = checkpoint("qwen3_5_text")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    file = open_gguf(tmp_path / "m.gguf")
+    arrays = {name: file[name] for name in file}
+    monkeypatch.setitem(layouts.FUNCTIONS, "negative_exponential", layouts.FUNCTIONS[""]._replace(read=None))
+    name = next(name for name in file if name.endswith("A_log"))
+    write(tmp_path / "bad.gguf", arrays | {name: jnp.ones_like(arrays[name])}, file.metadata)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"blk.0.ssm_a': must not have positive numbers"):
+        load(tmp_path / "bad.gguf")
+
+
+def test_functions_are_of_floats(checkpoint, tmp_path):
+    source, model = checkpoint("qwen3_5_text")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    file = open_gguf(tmp_path / "m.gguf")
+    name = "blk.0.attn_norm.weight"
+    file._tensors[name] = file._tensors[name]._replace(kind=8)
+    with pytest.raises(CheckpointError, match=rf"{name}': must be made of floats; found quantised blocks"):
+        file["model.layers.0.input_layernorm.weight"]
 
 
 def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):

@@ -163,11 +163,21 @@ def test_norms_are_folded_where_layers_have_keys(model):
         ({"per_layer_config": {"1": {"head_dim": 4}, "3": {"head_dim": 8}}}, "per_layer_config"),
         ({"per_layer_config": {"1": {"rms_norm_eps": 4}, "3": {"rms_norm_eps": 4}}}, "per_layer_config"),
         ({"per_layer_config": {"1": 3, "3": 3}}, "per_layer_config"),
+        ({"vocab_size_per_layer_input": 39}, "=39; Gemma4Config supports at least vocab_size=40"),
+        ({"global_head_dim": 0, "head_dim": None}, "global_head_dim=None.*a positive head size"),
     ],
 )
 def test_configurations_that_are_refused(entries, said):
     with pytest.raises(UnsupportedConfigError, match=said):
         DecoderConfig.from_json(_CONFIG | entries)
+
+
+def test_heads_of_global_layers_are_those_of_others_unless_they_differ():
+    entries = {"global_head_dim": None, "num_key_value_heads": None}
+    config = DecoderConfig.from_json(_CONFIG | entries)
+    assert (config.global_head_dim, config.num_global_key_value_heads) == (8, 2)
+    of_layers = {"per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}}
+    assert DecoderConfig.from_json(_CONFIG | entries | of_layers).num_global_key_value_heads == 2
 
 
 def test_the_last_layer_is_global():
