@@ -109,7 +109,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """Returns the JAX dtype for keys of this generator, and the number of words per key."""
+    """Returns the JAX dtype for this generator's keys, and the number of words per key."""
 
     def make() -> Any:
         return jax.random.key(0, impl=_implementation(impl))

@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based generator that uses ten rounds of multiplication.
 
-Each block of random words is a function of the key and a counter, so blocks can be computed in parallel.
+Each block of random words is computed from the key and a counter, so blocks can be computed in parallel.
 
 Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3 (2011).
 """

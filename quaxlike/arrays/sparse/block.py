@@ -45,7 +45,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
         [`NF4Array`][quaxlike.NF4Array].
     - `col_idx`: int32 `(*batch, rows, slots)`, the column of each block. Empty slots have index `columns`;
-        they are treated as zeros (regardless of the contents of `blocks`), and have zero gradient.
+        they are treated as zeros (whatever `blocks` contains), and have zero gradient.
     - `transposed_idx`: int32 `(*batch, columns, slots of a column)`, the blocks in each block column, as
         computed by [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this represents the transposed matrix. Default: False.
@@ -226,7 +226,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def density(self) -> float:
-        """The number of slots divided by the number of all blocks. Note that this includes empty slots."""
+        """The slot count divided by the total block count. Note that this includes empty slots."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
