@@ -256,7 +256,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     """Multiplies by both parts. If rows are summed over, then each part only uses its entries of `other`.
 
-    Otherwise, we compute both products in full, and then replace entries in the first from the second.
+    Otherwise, we compute both products in full, and then overwrite entries in the first from the second.
     """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:

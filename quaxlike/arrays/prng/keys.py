@@ -1,7 +1,7 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
 JAX's own keys have an extended dtype. Unfortunately this isn't supported by `np.save`, by weight averaging,
-or by many checkpointers. Here the leaves are just plain words instead, and the name of the generator is
+or by many checkpointers. Here the leaves are just plain words instead, and the generator's name is
 static.
 """
 

@@ -70,7 +70,7 @@ def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _words(key: Any, n: int, use: int) -> Any:
-    """Generates `n` blocks of four words each, with shape (n, 4)."""
+    """Generates `n` four-word blocks, with shape (n, 4)."""
     index = lax.iota(jnp.uint32, n)
     zero = jnp.zeros_like(index)
     block = philox4x32_block((key[0], key[1]), (index, zero, zero, jnp.full_like(index, use)))

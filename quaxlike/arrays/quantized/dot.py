@@ -1,6 +1,6 @@
 """Products with codes: `dot_general` with any dimension numbers, `ragged_dot`, and convolutions.
 
-The dense weight must never be stored as a residual. If it was, then training would use up all of the memory
+The dense weight must never be stored as a residual. If it was, then training would use up all the memory
 that we saved by quantising. So instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
 We name the axes as follows. Each axis of the stored weight is named by its index, and the other operand's
@@ -281,9 +281,9 @@ class Tiles:
 
     **Attributes:**
 
-    - `experts`: the group of each tile. For unused tiles this is the number of groups.
+    - `experts`: each tile's group. For unused tiles this is the number of groups.
     - `rows`, `filled`: the rows in each tile, and which of its slots are filled, `(tiles, rows per tile)`.
-    - `places`, `grouped`: the position of each row in the tiles, and whether it belongs to any group.
+    - `places`, `grouped`: each row's position in the tiles, and whether it belongs to any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:

@@ -83,7 +83,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `w`: `(*batch, N, K)`, any floating dtype.
-        - `block_size`: the size of the blocks, which must divide `N` and `K`. GPU kernels support 64 and 128;
+        - `block_size`: the block size, which must divide `N` and `K`. GPU kernels support 64 and 128;
             TPU kernels support multiples of 128. Default: 128.
         - `density`: the fraction of blocks to keep, in (0, 1]. Issues a warning if the matrix has too few
             blocks to come close to this. Default: keep all nonzero blocks, so that the matrix doesn't change.
@@ -289,7 +289,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def _block_rows(self) -> Array:
-        """The block row of each slot."""
+        """Each slot's block row."""
         return lax.broadcasted_iota(jnp.int32, self.col_idx.shape, self.num_batch)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
