@@ -1,4 +1,4 @@
-"""`AdaptedArray`: a frozen weight with trained parts, the base class of all adapters.
+"""`AdaptedArray`: a frozen weight with trained parts, the base class for all adapters.
 
 The invariant is that the base receives gradients precisely as specified by `gradients`, no matter which rules
 are applied to the array. In particular, any rule that computes with the base must use `self.base`. If it used
@@ -33,7 +33,7 @@ class AdaptedArray(GradientsArray):
     """A frozen weight with trained parts: the base class for [`quaxlike.LoraArray`][] and your own adapters.
 
     To create your own adapter, subclass this, declare the trained parts as fields, and define `materialise`
-    in terms of these and `self.base`, which is `w` without gradients. You can then insert it into a model
+    from these and `self.base`, which is `w` without gradients. You can then insert it into a model
     using [`quaxlike.adapt`][]. Everything else that works for adapters will also work for yours:
     [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the base, fine-tuning,
     and generation. Note that an adapter without any rules is materialised whenever it is used, so you will
@@ -58,7 +58,7 @@ class AdaptedArray(GradientsArray):
     - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so, then
         these are updated by transposes and reshapes, whose result is also an adapter. Default: False.
     - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
-        each entry depends only on the same entry of each part. Default: neither.
+        each entry depends only on the same entry in each part. Default: neither.
     - `numbers`: the fields with numbers that belong to each adapter but are not trained, like LoRA's `alpha`.
         Python numbers are converted to arrays, with one entry for each adapter or layer in a stack, so that
         changing them doesn't trigger recompilation. You should apply `jax.lax.stop_gradient` to these
@@ -124,7 +124,7 @@ class AdaptedArray(GradientsArray):
         return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
-        """Returns the names of the fields to train.
+        """Returns the field names to train.
 
         By default, these are all fields with floating-point arrays, except for `numbers`, and except for `w`
         unless `gradients` is "train". If there are several adapters on the same weight, then they share any
@@ -166,7 +166,7 @@ class AdaptedArray(GradientsArray):
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """Converts several adapters on one weight to a common form, so that their parts can be stacked.
 
-        By default, this returns them unchanged if their static fields and the shapes of their parts agree.
+        By default, this returns them unchanged if their static fields and part shapes agree.
         """
 
         def form(x: Any) -> Any:
@@ -186,13 +186,13 @@ class AdaptedArray(GradientsArray):
     def resized(self, axis: int, resize: Callable[..., Any]) -> Any:
         """Resizes this array along an axis, e.g. for a different vocabulary.
 
-        `resize(part, axis)` resizes the base or one of the parts. New entries are the mean of the existing
+        `resize(part, axis)` resizes the base or a part. New entries are the mean of the existing
         ones, or of another array if `like=` is passed. Default: `NotImplemented`.
         """
         return NotImplemented
 
     def description(self) -> str:
-        """Returns the description used in [`quaxlike.summary`][]. Default: the name of the class."""
+        """Returns the description used in [`quaxlike.summary`][]. Default: the class name."""
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
@@ -270,7 +270,7 @@ def number(x: Any, shape: Sequence[int] = ()) -> Any:
 
 
 def with_numbers_of(x: _Self, like: AdaptedArray) -> _Self:
-    """Promotes the `numbers` of `x` to the dtypes of those in `like`.
+    """Promotes the `numbers` of `x` to the dtypes in `like`.
 
     They only differ if somebody has cast all leaves of one side, e.g. to bfloat16.
     """
@@ -387,7 +387,7 @@ def reached_by(x: _Self, operand: Any) -> _Self:
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
-    """Returns the `gradients` of the base of `like`.
+    """Returns the `gradients` for the base of `like`.
 
     This includes any gradients controlled by the base itself, unless this is also the case for all the
     others.
@@ -446,7 +446,7 @@ def knows_axes(x: AdaptedArray) -> bool:
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
-    """Returns the labels of the axes of `w` and of each existing part.
+    """Returns the axis labels of `w` and each existing part.
 
     A label is the corresponding axis of the whole array, or negative if there is none.
     """
@@ -474,7 +474,7 @@ def _labels(
     out_axes: tuple[int, ...],
     in_axes: tuple[int, ...],
 ) -> tuple[int, dict[str, Labels]]:
-    """Returns the number of axes of the whole array, and the labels."""
+    """Returns the whole array's axis count, and the labels."""
     size = {"out": len(out_axes), "in": len(in_axes)}
     parts: dict[str, Any] = {}  # the words, and the number of batch axes, of each part
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):

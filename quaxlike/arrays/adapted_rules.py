@@ -1,6 +1,6 @@
 """Rules that convert an adapter's dtype, or multiply an adapter by factors, regardless of its type.
 
-An adapted array always has the dtype of its base, and both kinds of rule preserve this."""
+An adapted array always has its base's dtype, and both kinds of rule preserve this."""
 
 from typing import Any
 

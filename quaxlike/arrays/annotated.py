@@ -37,7 +37,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     """An array with static metadata, such as a unit, axis names, a frame of reference or a calendar.
 
     To create your own type, subclass this, declare the metadata as static fields, and register rules for the
-    primitives that read or change it. The shape and dtype are those of the array. You don't need any rules
+    primitives that read or change it. The shape and dtype are taken from the array. You don't need any rules
     for indexing, stacking, sharding, differentiation, loop carries, or the operators of `jax.Array`.
     Primitives that only move elements don't need rules either; they preserve the metadata. Any other
     primitive without a rule is applied to the bare array, subject to the policy of
@@ -101,7 +101,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:
-        """Registers a rule for primitives with any number of operands, at least one of which has this class.
+        """Registers a rule for primitives with any number of operands, if at least one has this class.
 
         The rule is only tried if no [`quaxlike.register`][] rule matches.
 
@@ -181,7 +181,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 
 def of_elements(jaxpr: Any, consts: Sequence[Any], elements: Iterable[Any]) -> list[Any]:
-    """Returns the results of a primitive's elementwise function, of which only the metadata is valid."""
+    """Returns a primitive's results from its elementwise function; only their metadata is valid."""
     fn = jexc.jaxpr_as_fun(compat.closed(jaxpr, consts))
     out: list[Any] = []
     jax.eval_shape(lambda *xs: out.extend(quaxify(fn)(*xs)), *elements)

@@ -1,17 +1,17 @@
 """Rules for the axes of adapted arrays: transposes, slices, joins, reshapes and lookups of each part.
 
-The same rules work for every type, because we label the axes of all parts (`labels_of`). If an axis of a part
-corresponds to an axis of the whole array, then its label is the number of that axis. If an axis only occurs
-in parts, such as the rank of a LoRA, then its label is negative. Note that a part doesn't need to have all of
+The same rules work for every type, because we label the axes of all parts (`labels_of`). If a part's axis
+corresponds to an axis of the whole array, then its label is that axis number. If an axis only occurs
+in parts, such as the rank of a LoRA, then its label is negative. Note that a part doesn't need to have all
 the labels; it's constant along any axis whose label it doesn't have. So what a rule does is to apply the same
-operation to each part as to the whole array, along those labels that the part has. Afterwards it records the
+operation to each part as to the whole array, along whichever labels the part has. Afterwards it records the
 new positions of the output and input axes.
 
 The following two invariants hold before and after each rule:
 
-- The axes of the base are in the same order as those of the whole array. Every other part starts with its
+- The base's axes are in the same order as the whole array's axes. Every other part starts with its
     batch axes, in this order, followed by the axes listed in `part_axes`. In particular, transposing the
-    matrix only changes the axes of the base.
+    matrix only changes the base's axes.
 - If a part doesn't have all batch axes, then it's the leading ones that are missing, since `labels_of` counts
     them from the end. If an operation would violate this, then we first add all batch axes to the part
     (`with_all_axes`).
@@ -47,7 +47,7 @@ def each(
 ) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
-    `order` lists the labels of the axes of the result. Default: the same as for `x`. Returns `NotImplemented`
+    `order` lists the axis labels of the result. Default: the same as for `x`. Returns `NotImplemented`
     if the type can't represent the resulting positions of the outputs or inputs.
     """
     order = range(x.ndim) if order is None else order
@@ -72,7 +72,7 @@ def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
-    """Returns the labels of each part, with all batch axes, for an array with the axes `order`."""
+    """Returns each part's labels, with all batch axes, for an array with the axes `order`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
     found = {"w": [*order]}
@@ -104,7 +104,7 @@ def _even(x: AdaptedArray) -> Any:
 
 
 def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
-    """Transposes to this order of labels. Labels that are at least `x.ndim` are new axes of size one."""
+    """Transposes to this label order. Labels that are at least `x.ndim` are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
     if any(i >= n for i in order) or any(wanted[name][: len(own)] != own for name, own in lacked.items()):
@@ -126,7 +126,7 @@ def _transpose(x: AdaptedArray, *, permutation: Sequence[int]):
 def _broadcast_in_dim(
     x: AdaptedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
-    """Adds leading axes (as batch axes of the first part only), or axes of size one in any position."""
+    """Adds leading axes (as batch axes, to the first part only), or axes of size one in any position."""
     n, n_new = x.ndim, len(shape) - x.ndim
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
@@ -166,7 +166,7 @@ def _can_be_cut(x: AdaptedArray, axes: Collection[int]) -> bool:
 
 
 def _cut(x: AdaptedArray, axes: Collection[int], cut: Callable[[Any, int, int], Any]) -> Any:
-    """Applies `cut(part, axis, label)` to each part, along those of the whole array's `axes` that it has."""
+    """Applies `cut(part, axis, label)` to each part, along whichever of the whole array's `axes` it has."""
     if not _can_be_cut(x, axes):
         return NotImplemented
 
@@ -353,8 +353,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
 class Lookup:
     """A `gather` from an array with labelled parts.
 
-    The axes of the indices are labelled `ndim`, `ndim + 1`, and so on. Batching axes of the array have the
-    same label as the corresponding axis of the indices.
+    The index axes are labelled `ndim`, `ndim + 1`, and so on. The array's batching axes have the
+    same label as the corresponding axis in the indices.
     """
 
     out: Labels
@@ -384,7 +384,7 @@ class Lookup:
         self.cut = self.gone | {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
 
     def __call__(self, part: Any, own: Labels, outside: Any = None) -> tuple[Any, Labels]:
-        """Gathers slices of a part, filling those out of bounds with `outside`. Also returns their labels."""
+        """Gathers slices from a part, filling with `outside` if out of bounds. Also returns their labels."""
         n_indices, partner = len(self._of_indices), self._partner
         mine = [i for i in self._picked if i in own]
         # If the part doesn't have any of the indexed axes then all slices share it.

@@ -1,6 +1,6 @@
 """Batch axes of stacked arrays, which are transposed, reshaped and sliced one part at a time.
 
-A stack consists of several parts, each of which has the batch axes in front of its own axes.
+A stack has several parts, each with the batch axes in front of its own axes.
 """
 
 import math
@@ -29,7 +29,7 @@ class Stack(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def each(self: _S, fn: Callable[[Any, int], Any]) -> _S:
-        """Replaces each part by `fn(part, own)`, where the last `own` axes of the part aren't batch axes."""
+        """Replaces each part by `fn(part, own)`, where the part's last `own` axes aren't batch axes."""
         ...
 
     def stacked(self: _S) -> _S:
@@ -82,7 +82,7 @@ def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """Broadcasts a part to the batch axes of `like`, if `like` has more of them.
+    """Broadcasts a part to the batch axes of `like`, if `like` has more.
 
     All but the last `core` axes are considered to be batch axes.
     """

@@ -23,7 +23,7 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Returns the start, end and step of a `slice` along each axis, and the list of axes that it changes."""
+    """Returns a `slice`'s start, end and step along each axis, and the list of axes that it changes."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
@@ -31,7 +31,7 @@ def cuts_of(
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
     """As `lax.slice_in_dim`, but doesn't pass any strides if they are 1.
 
-    This is much faster for many different slices: with strides, JAX compiles each of them separately, whereas
+    This is much faster for many different slices: with strides, JAX compiles each one separately, whereas
     without strides the start is just an operand.
     """
     starts, limits = [0] * operand.ndim, list(operand.shape)
@@ -46,8 +46,8 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     **Arguments:**
 
     - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, with any integer dtype.
-    - `size`: the size of the axis.
-    - `slice_size`: the size of the slice along this axis.
+    - `size`: the axis size.
+    - `slice_size`: the slice size along this axis.
     """
     start = jnp.asarray(start)
     # The last valid start along a long axis might not be representable, for example in int8. If it were to
@@ -127,7 +127,7 @@ def fills(
 
 
 def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
-    """Transposes from (axes of the indices, axes of the slices) to the axes of `gather`'s result."""
+    """Transposes from (index axes, slice axes) to the axes in `gather`'s result."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     order = [*batch, *dimension_numbers.offset_dims]
     return out.transpose([order.index(axis) for axis in range(out.ndim)])

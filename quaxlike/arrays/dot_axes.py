@@ -1,4 +1,4 @@
-"""The role of each axis in `dot_general`, and products of arrays with labelled axes."""
+"""The role of each axis in `dot_general`, and products between arrays with labelled axes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class DotAxes(NamedTuple):
 
 
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
-    """Determines the role of each axis of the operands of `dot_general`, for use in rules.
+    """Determines each operand axis's role in `dot_general`, for use in rules.
 
     Even for a product that was written as `w @ x`, a rule might be called with many different
     `dimension_numbers`, as a result of transposes, `jax.vmap` and `jax.grad`.
@@ -47,7 +47,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
     **Returns:**
 
-    The [`quaxlike.DotAxes`][] of `w`, and those of `x`.
+    The [`quaxlike.DotAxes`][] for `w`, and for `x`.
 
     !!! example
 
@@ -89,7 +89,7 @@ Labels = list[int]
 def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
-    """Multiplies `x` and `y`, summing over labels not in `keep`. Also returns the labels of the result."""
+    """Multiplies `x` and `y`, summing over labels not in `keep`. Also returns the result's labels."""
     # If a label only occurs in one of the operands then sum over it beforehand, which makes the product
     # smaller.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})

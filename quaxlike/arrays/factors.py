@@ -1,4 +1,4 @@
-"""Factors of arrays that are made from several parts, and what we know about them during tracing.
+"""Factors for arrays that are made from several parts, and what we know about them during tracing.
 
 If we multiply an array by a factor, then distributing this over the parts is only exact if the factor is
 finite, and if every part has elements. The functions below detect the cases in which this doesn't hold.
@@ -17,8 +17,8 @@ from ..core import compat
 def is_infinite(y: Any) -> bool:
     """Returns whether a factor is known to be infinite or NaN.
 
-    Multiplying each term of a sum by such a factor could produce infinities of opposite signs, whose sum is
-    NaN.
+    Multiplying each term in a sum by such a factor could produce infinities with opposite signs, whose sum
+    is NaN.
     """
     y = compat.literal_of(y)
     return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()

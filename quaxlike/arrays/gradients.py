@@ -1,6 +1,6 @@
 """`gradients`: whether a part that's frozen by default receives gradients, and whether it's trained.
 
-The possible values are ordered. Whenever two arrays are combined, we must keep the stronger of the two,
+The possible values are ordered. Whenever two arrays are combined, we must keep the stronger,
 because otherwise we might freeze something that the user is training.
 """
 

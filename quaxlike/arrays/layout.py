@@ -13,14 +13,14 @@ class Layout:
     """The output and input axes of a weight, counted from the end.
 
     A layout can also be written as a string with one letter per axis: `i` for inputs, `o` for outputs, `d`,
-    `h`, `w` for the window of a convolution, and `v` for the rows of an embedding. For example, a linear
+    `h`, `w` for a convolution's window, and `v` for the rows of an embedding. For example, a linear
     layer's weight is `"oi"` in PyTorch and Equinox, and `"io"` in Flax; `"ioo"` is a kernel with shape (in,
     heads, dim); a convolution's kernel is `"hwio"` in Flax and `"oihw"` in PyTorch; and `"vo"` is an
     embedding. Any additional leading axes are batch axes, e.g. of stacked layers or experts.
 
     **Arguments:**
 
-    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. The window of a convolution counts as inputs,
+    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window counts as inputs,
         and comes after the channels.
     - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"` (either
         transposed, or with weights that aren't shared between positions); `"matrix"` for a weight that we
@@ -78,11 +78,11 @@ class Layout:
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the batch axes, followed by those of the output axes."""
+        """Returns the sizes of the batch axes, followed by the output axes."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the batch axes, followed by those of the input axes (the channels and then the
+        """Returns the sizes of the batch axes, followed by the input axes (the channels and then the
         window, for a convolution).
         """
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))

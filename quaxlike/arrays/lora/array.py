@@ -55,7 +55,7 @@ class LoraArray(AdaptedArray):
     4-bit array then this is QLoRA.
 
     Any additional leading axes are batch axes, which may be present in any of `w`, `a` and `b`. For example,
-    all three of them have the axis of stacked layers, whereas if several adapters share one base then only
+    all three have the axis for stacked layers, whereas if several adapters share one base then only
     `a` and `b` have an axis for these.
 
     **Arguments:**
@@ -168,7 +168,7 @@ class LoraArray(AdaptedArray):
     def scaling_in(self, dtype: Any) -> Any:
         """`scaling` in this dtype.
 
-        We can multiply an array of the same dtype by this without it being promoted.
+        We can multiply an array with the same dtype by this without it being promoted.
         """
         # Avoid dividing by zero.
         if self.rank == 0:
@@ -202,7 +202,7 @@ class LoraArray(AdaptedArray):
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, or by one scalar per row or column, provided that one of the parts can
+        """Multiplies by a scalar, or by one scalar per row or column, provided that some part can
         absorb it.
         """
         if self.magnitude is not None:
@@ -472,7 +472,7 @@ def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
 
 
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
-    """Returns the norms of the rows of `w + s * b @ a`, and their labels.
+    """Returns the row norms of `w + s * b @ a`, and their labels.
 
     This avoids forming the sum, by using |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
     """

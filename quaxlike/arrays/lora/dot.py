@@ -1,6 +1,6 @@
 """Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts.
 
-The result must have the dtype of a product with the base, no matter what the dtype of the adapter is.
+The result must have the dtype of a product with the base, no matter what the adapter's dtype is.
 Otherwise a float32 adapter would silently promote a bfloat16 model. So the adapter's contribution is computed
 in the wider dtype, and only cast once at the very end.
 """

@@ -1,4 +1,4 @@
-"""Initialisations of adapters. Some of them also move a part of the base into the adapter.
+"""Adapter initialisations. Some also move a part of the base into the adapter.
 
 In either case, the adapted array is initially equal to the original weight.
 """
@@ -22,7 +22,7 @@ Init = Callable[[str, LoraArray, Any], LoraArray]
 
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """Initialises the adapter. `name` is the name of the weight, and `kind` is the kind of its layer."""
+    """Initialises the adapter. `name` is the weight's name, and `kind` is the kind of layer."""
     out = _initialised(init, kind, name, lora, key)
     return out if out.w is lora.w else out.replace(taken=taken_by(init, out))
 

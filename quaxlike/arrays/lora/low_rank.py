@@ -23,7 +23,7 @@ def as_lora(
 
     **Arguments:**
 
-    - `axes`: returns the `out_axes` and `in_axes` of the weight. (This isn't called for a LoRA, which has its
+    - `axes`: returns the weight's `out_axes` and `in_axes`. (This isn't called for a LoRA, which has its
         own.)
 
     **Returns:** the adapter, and a pair of relative Frobenius norms: the approximation error relative to the
@@ -62,7 +62,7 @@ def as_lora(
 
 
 def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[int]) -> LoraArray:
-    """Adds an adapter of rank 0 to the base of `x`, with all axes of `x`."""
+    """Adds a rank-0 adapter to the base of `x`, with all axes of `x`."""
     matrix = [x.ndim + axis for axis in (*out_axes, *in_axes)]
     batch = [size for i, size in enumerate(x.shape) if i not in matrix]
     w, dtype = innermost(x), in_float32(x.dtype)

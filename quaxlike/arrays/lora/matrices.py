@@ -64,7 +64,7 @@ def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "L
 def svd(
     w: jax.Array, rank: int | None, randomised: tuple[Any, int] | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the leading singular vectors and values of a stack of matrices, or all of them if `rank` is
+    """Returns the leading singular vectors and values of a stack of matrices, or all if `rank` is
     None.
 
     If a key and a number of iterations are given, then these are found by subspace iteration (Halko et al.,

@@ -79,7 +79,7 @@ def _in_a_row(loras: Sequence[LoraArray], join: Callable[..., Any], axis: int) -
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
-    """Joins arrays along an axis of the matrix.
+    """Joins arrays along a matrix axis.
 
     The result's rank is the sum of all ranks, since each adapter acts only on its own part.
     """
@@ -107,7 +107,7 @@ def statics(x: LoraArray) -> Any:
 
 @register(["slice", "dynamic_slice", "split"])
 def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: Any):
-    """Slices the inputs of a DoRA. Its norms are those of whole rows, so the result is materialised."""
+    """Slices the inputs of a DoRA. Its norms are for whole rows, so the result is materialised."""
     if x.magnitude is None:
         return NotImplemented
     pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))
@@ -130,7 +130,7 @@ def _gather(x: LoraArray, indices: ArrayLike, **params: Any):
 
 
 def _rows(x: LoraArray, lookup: Lookup) -> Any:
-    """Gathers rows of the base and of both factors, which are then multiplied."""
+    """Gathers rows from the base and both factors, which are then multiplied."""
     w_labels, a_labels, b_labels = labels(x)
     out = lookup.out
 

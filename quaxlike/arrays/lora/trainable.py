@@ -145,7 +145,7 @@ class TrainableRows(TransparentValue):
     """A frozen matrix in which trained rows replace some rows.
 
     This is inserted by `loraify(..., trainable_token_indices=...)`, in order to train the embeddings of a few
-    tokens, such that the file of an adapter only contains these. Lookups only read the requested rows. A
+    tokens, such that an adapter's file only contains these. Lookups only read the requested rows. A
     product (e.g. in an output layer that is tied to an embedding) is computed as one product with the matrix
     and another with the rows, so that neither the combined matrix nor its gradient is ever formed. All other
     computations use the combined matrix.
@@ -256,7 +256,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     """Multiplies by both parts. If rows are summed over, then each part only uses its entries of `other`.
 
-    Otherwise, we compute both products in full, and then replace entries of the first by those of the second.
+    Otherwise, we compute both products in full, and then overwrite entries in the first from the second.
     """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:

@@ -39,7 +39,7 @@ class AxisError(OperandMismatch):
 class NamedArray(AnnotatedArray):
     """An array with named axes.
 
-    Operators broadcast by name, so that `x + y` has the axes of `x`, followed by any further axes of `y`.
+    Operators broadcast by name, so that `x + y` has `x`'s axes, followed by any further axes of `y`.
     Reductions accept names. Under [`quaxlike.quaxify`][] names are propagated by any code: transposing
     permutes them, reducing removes them, and new axes are unnamed. Products can only contract axes with the
     same name, and arrays can only be added if they have the same names in the same order. An unnamed axis
@@ -81,7 +81,7 @@ class NamedArray(AnnotatedArray):
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """The name of each axis, or None."""
+        """Each axis's name, or None."""
         missing = self.array.ndim - len(self._names)
         return (None,) * missing + self._names[max(-missing, 0) :]
 
@@ -118,7 +118,7 @@ class NamedArray(AnnotatedArray):
         return found[0]
 
     def rename(self, names: dict[str, Name]) -> "NamedArray":
-        """Renames some of the axes, as in `x.rename({"time": "step"})`."""
+        """Renames some axes, as in `x.rename({"time": "step"})`."""
         # This raises an error for unknown names.
         for name in names:
             self.axis(name)
@@ -141,7 +141,7 @@ class NamedArray(AnnotatedArray):
         """Multiplies by another named array, and sums over the axes with these names.
 
         Any other axes that both arrays have are paired. These come first in the result, followed by the
-        remaining axes of this array, and then those of the other one.
+        remaining axes of this array, and then of the other one.
         """
         contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
         shared = [n for n in self.names if n and n in other.names and n not in names]
@@ -187,7 +187,7 @@ for _name in _REDUCTIONS.split():
 def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
     """Transposes and expands two named arrays, so that they have the same axes in the same order.
 
-    These are the axes of `x`, followed by any further axes of `y`. Missing axes are added with size 1. If any
+    These are `x`'s axes, followed by any further axes of `y`. Missing axes are added with size 1. If any
     axis is unnamed then both arrays are returned unchanged.
     """
     if None in (*x.names, *y.names):

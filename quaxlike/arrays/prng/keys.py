@@ -1,7 +1,7 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
 JAX's own keys have an extended dtype. Unfortunately this isn't supported by `np.save`, by weight averaging,
-or by many checkpointers. Here the leaves are just plain words instead, and the name of the generator is
+or by many checkpointers. Here the leaves are just plain words instead, and the generator's name is
 static.
 """
 
@@ -109,7 +109,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """Returns the JAX dtype for keys of this generator, and the number of words per key."""
+    """Returns the JAX dtype for this generator's keys, and the number of words per key."""
 
     def make() -> Any:
         return jax.random.key(0, impl=_implementation(impl))

@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based generator that uses ten rounds of multiplication.
 
-Each block of random words is a function of the key and a counter, so blocks can be computed in parallel.
+Each block of random words is computed from the key and a counter, so blocks can be computed in parallel.
 
 Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
@@ -70,7 +70,7 @@ def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _words(key: Any, n: int, use: int) -> Any:
-    """Generates `n` blocks of four words each, with shape (n, 4)."""
+    """Generates `n` four-word blocks, with shape (n, 4)."""
     index = lax.iota(jnp.uint32, n)
     zero = jnp.zeros_like(index)
     block = philox4x32_block((key[0], key[1]), (index, zero, zero, jnp.full_like(index, use)))

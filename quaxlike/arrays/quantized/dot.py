@@ -1,10 +1,10 @@
 """Products with codes: `dot_general` with any dimension numbers, `ragged_dot`, and convolutions.
 
-The dense weight must never be stored as a residual. If it was, then training would use up all of the memory
+The dense weight must never be stored as a residual. If it was, then training would use up all the memory
 that we saved by quantising. So instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
-We name the axes as follows. Each axis of the stored weight is named by its index, and the corresponding axis
-of the other operand has the same name. All other (free) axes of the other operand have negative names.
+We name the axes as follows. Each axis of the stored weight is named by its index, and the other operand's
+corresponding axis has the same name. All other (free) axes of the other operand have negative names.
 """
 
 import dataclasses
@@ -220,8 +220,8 @@ def _ragged_dot_general(
 ) -> Any:
     """Processes rows (which are sorted by expert) in tiles, each of which uses a single expert.
 
-    This means that we only have to decode the weights of one expert at a time, and that we don't have to
-    decode the weights of experts without any rows.
+    This means that we only have to decode one expert's weights at a time, and that we don't have to
+    decode weights for experts without any rows.
     """
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
@@ -277,13 +277,13 @@ def _ragged_dot_general(
 
 
 class Tiles:
-    """Groups of rows that have been split into tiles, each of which belongs to a single group.
+    """Groups of rows that have been split into tiles, where each tile belongs to a single group.
 
     **Attributes:**
 
-    - `experts`: the group of each tile. For unused tiles this is the number of groups.
+    - `experts`: each tile's group. For unused tiles this is the number of groups.
     - `rows`, `filled`: the rows in each tile, and which of its slots are filled, `(tiles, rows per tile)`.
-    - `places`, `grouped`: the position of each row in the tiles, and whether it belongs to any group.
+    - `places`, `grouped`: each row's position in the tiles, and whether it belongs to any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
@@ -329,7 +329,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses the window of a kernel, which JAX does in order to compute the gradient of a convolution."""
+    """Reverses a kernel's window, which JAX does in order to compute the gradient of a convolution."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

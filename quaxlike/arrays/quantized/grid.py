@@ -20,7 +20,7 @@ class Grid(NamedTuple):
     **Attributes:**
 
     - `table`, `codes`: sorted values, and the corresponding codes.
-    - `scale`, `shift`: `(rows, columns)`, where each row of the matrix is a row of codes.
+    - `scale`, `shift`: `(rows, columns)`, where each matrix row is a row of codes.
     """
 
     table: np.ndarray

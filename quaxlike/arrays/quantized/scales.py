@@ -81,10 +81,10 @@ def encode(
     - `x`: `(*lead, n)`, any floating dtype. We always compute in float32.
     - `codec`: the format in which codes, scales and zeros are stored.
     - `block`: the number of elements that share a scale; the last block of each row can be smaller.
-    - `like`: scales and zeros whose dtypes to use. Default: the dtypes of the codec.
+    - `like`: scales and zeros whose dtypes to use. Default: the codec's dtypes.
     - `key`: a PRNG key for stochastic rounding, which is unbiased. Default: round to nearest.
     - `searches`: whether to search for the scales with the smallest error, rather than using scales that
-        cover the range of each block. This is slower, but more accurate. Default: False.
+        cover each block's range. This is slower, but more accurate. Default: False.
     - `importance`: weights for the squared errors in this search, `(n,)` or `(*lead, n)`. Default: all equal.
 
     **Returns:** the codes (one per byte), and the scales.
@@ -148,7 +148,7 @@ def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | N
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
-    """Computes float32 scales and zeros that cover the range of each block."""
+    """Computes float32 scales and zeros that cover each block's range."""
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)

@@ -1,6 +1,6 @@
 """Searches for the block scales that minimise the quantisation error.
 
-We start from the scale that covers the range of the block, and try several others around it. For each of
+We start from the scale that covers the block's range, and try several others around it. For each of
 these we compute the codes, and then fit the scale (and the minimum, if the codec has one) to these codes by
 least squares, keeping the best result. For codecs with outer scales, the same search is used when rounding
 the scales. llama.cpp does the same, using slightly different candidates.

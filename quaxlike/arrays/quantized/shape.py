@@ -248,7 +248,7 @@ def _dynamic_slice(
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
-    """Rounds the update, which must consist of whole rows of codes.
+    """Rounds the update, which must be whole rows of codes.
 
     (Otherwise some of its elements would share a scale with elements that aren't updated.)
     """

@@ -45,7 +45,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
         [`NF4Array`][quaxlike.NF4Array].
     - `col_idx`: int32 `(*batch, rows, slots)`, the column of each block. Empty slots have index `columns`;
-        they are treated as zeros (regardless of the contents of `blocks`), and have zero gradient.
+        they are treated as zeros (whatever `blocks` contains), and have zero gradient.
     - `transposed_idx`: int32 `(*batch, columns, slots of a column)`, the blocks in each block column, as
         computed by [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this represents the transposed matrix. Default: False.
@@ -83,7 +83,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `w`: `(*batch, N, K)`, any floating dtype.
-        - `block_size`: the size of the blocks, which must divide `N` and `K`. GPU kernels support 64 and 128;
+        - `block_size`: the block size, which must divide `N` and `K`. GPU kernels support 64 and 128;
             TPU kernels support multiples of 128. Default: 128.
         - `density`: the fraction of blocks to keep, in (0, 1]. Issues a warning if the matrix has too few
             blocks to come close to this. Default: keep all nonzero blocks, so that the matrix doesn't change.
@@ -226,7 +226,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def density(self) -> float:
-        """The number of slots divided by the number of all blocks. Note that this includes empty slots."""
+        """The slot count divided by the total block count. Note that this includes empty slots."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -289,7 +289,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def _block_rows(self) -> Array:
-        """The block row of each slot."""
+        """Each slot's block row."""
         return lax.broadcasted_iota(jnp.int32, self.col_idx.shape, self.num_batch)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:

@@ -28,10 +28,10 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
     **Arguments:**
 
-    - `value`: the value of the element, with shape `()`, or `(*batch,)` for a stack of vectors.
-    - `index`: the index of the element, an integer with the same shape as `value`. If this is out of bounds
+    - `value`: the element's value, with shape `()`, or `(*batch,)` for a stack of vectors.
+    - `index`: the element's index, an integer with the same shape as `value`. If this is out of bounds
         then the vector is zero.
-    - `length`: the length of the vector.
+    - `length`: the vector's length.
 
     !!! example
 
@@ -140,7 +140,7 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Broadcasts `y` to the shape of `x` and then takes the elements at the index of `x`."""
+    """Broadcasts `y` to `x`'s shape and then takes the elements at the index of `x`."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

@@ -39,8 +39,8 @@ def dot_stack(
 
     - `w`: `(*batch, n0, n1)`.
     - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of a single matrix with the last axis of `x`,
-        which is replaced by the other axis of the matrix.
-    - `dimension_numbers`: the parameter of `dot_general(w, x)`, or of `dot_general(x, w)` if not `on_left`.
+        which is replaced by the matrix's other axis.
+    - `dimension_numbers`: the parameter for `dot_general(w, x)`, or `dot_general(x, w)` if not `on_left`.
 
     **Returns:** the product, or `NotImplemented` if this doesn't contract precisely one axis of the matrices.
     """
@@ -77,7 +77,7 @@ class AbstractSparseArray(ArrayValue):
         """The number of leading axes that are batch axes."""
 
     def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
-        """Replaces each leaf by `fn(leaf, own)`, where the last `own` axes of the leaf aren't batch axes."""
+        """Replaces each leaf by `fn(leaf, own)`, where the leaf's last `own` axes aren't batch axes."""
         n = self.num_batch
         return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
 
@@ -169,7 +169,7 @@ _NEAR = 0.05
 
 
 def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
-    """Returns a mask of the largest entries along the last axis, given the fraction of entries to keep.
+    """Returns a mask of the largest entries along the last axis, given the fraction to keep.
 
     If `density` is None then this keeps all nonzeros. `of` describes the entries, and is used in the warning
     if the density can't be met.
@@ -192,7 +192,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Returns whether an elementwise function of `w` and `y` would have the shape of `w`."""
+    """Returns whether an elementwise function of `w` and `y` would have `w`'s shape."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 

@@ -32,19 +32,19 @@ from .stacks import AbstractSparseArray, check_values, largest, same_index, shar
 class SparseArray(ArrayOperators, AbstractSparseArray):
     """An array that is zero except for some elements, which can be in any position.
 
-    Products with a matrix on either side, both forward and backward, take time proportional to the number of
+    Products with a matrix on either side, both forward and backward, take time linear in the number of
     stored elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of
-    the sparse axes are batch axes (as created by `jax.vmap`), which stack arrays with the same number of
-    stored elements.
+    the sparse axes are batch axes (as created by `jax.vmap`), which stack arrays with the same
+    number of stored elements.
 
     This is usually created by `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
 
     **Arguments:**
 
     - `data`: `(*batch, elements)`, any dtype.
-    - `indices`: for each sparse axis, the indices of the elements, int32 `(*batch, elements)`. All positions
+    - `indices`: for each sparse axis, the element indices, int32 `(*batch, elements)`. All positions
         must be distinct. The index of padding is the axis size, along every axis; padding is treated as zero
-        (regardless of the contents of `data`), and has zero gradient.
+        (whatever `data` contains), and has zero gradient.
     - `sizes`: the sizes of the sparse axes.
     - `order`: for a matrix whose elements are in [`csr_index`][quaxlike.kernels.csr_index] order, its
         `row_ptr`, `by_column` and `column_ptr`. None for any other order, which makes products slower, and
@@ -90,14 +90,14 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
-        """Keeps all nonzero elements, or those with the largest magnitude.
+        """Keeps all nonzero elements, or the ones with the largest magnitude.
 
         The choice depends on the values of `x`, so this can't be used under `jax.jit`.
 
         **Arguments:**
 
         - `x`: any array.
-        - `density`: the fraction of elements to keep, in (0, 1]. Issues a warning if the array has too few
+        - `density`: the fraction to keep, in (0, 1]. Issues a warning if the array has too few
             elements to come close to this. Default: keep all nonzeros, so that the array doesn't change.
         - `stacked`: the number of leading axes that stack arrays with separate patterns, for use with `vmap`
             or `lax.scan`. Default: 0.
@@ -130,7 +130,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `data`: `(*batch, elements)`, which can be traced.
-        - `indices`: `(*batch, elements, axes)`, concrete integers: the position of each element. Elements
+        - `indices`: `(*batch, elements, axes)`, concrete integers: each element's position. Elements
             that are out of bounds are treated as zero.
         - `shape`: the shape of the whole array, `(*batch, *sizes)`.
 

@@ -1,6 +1,6 @@
-"""`StructuredMatrix`: the base class of matrices that consist of several parts, with leading batch axes.
+"""`StructuredMatrix`: the base class for matrices with several parts, with leading batch axes.
 
-A part doesn't need to have all batch axes. It can omit some of the leading ones, in which case it's shared
+A part doesn't need to have all batch axes. It can omit some leading ones, in which case it's shared
 along these. Note that we always compute the shape from the parts. (We could instead store it as a static
 field, but this would become incorrect under `vmap`, which removes an axis from every part.)
 """
@@ -28,9 +28,9 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 
 
 class StructuredMatrix(ArrayOperators, ArrayValue):
-    """A matrix, or a stack of matrices, that consists of smaller arrays (its parts).
+    """A matrix, or a stack of matrices, composed of smaller arrays (its parts).
 
-    Any additional axes at the front of a part are batch axes. A part can omit some of the leading batch axes,
+    Any additional axes at the front of a part are batch axes. A part can omit some leading batch axes,
     in which case it's shared along these. For example, a stack of low-rank updates can have a single base.
     """
 
@@ -56,7 +56,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     @property
     @abc.abstractmethod
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of the matrix, without batch axes."""
+        """The matrix's shape, without batch axes."""
 
     @abc.abstractmethod
     def transposed(self) -> "StructuredMatrix":
@@ -66,8 +66,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        """Multiplies by `x`, with shape `(..., n, k)`, whose batch axes are broadcast against the batch axes
-        of the matrix.
+        """Multiplies by `x`, with shape `(..., n, k)`, whose batch axes are broadcast against the matrix's
+        batch axes.
 
         **Arguments:**
 
@@ -84,7 +84,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
-        """Returns the sign and the logarithm of the absolute value of the determinant."""
+        """Returns the determinant's sign and the logarithm of its absolute value."""
 
     @abc.abstractmethod
     def det(self) -> Any:
@@ -98,7 +98,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     # we try the method of the other operand. If this declines as well then we materialise.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
-        """Returns the rows and columns of the elements of each part, as one-dimensional arrays.
+        """Returns the rows and columns of each part's elements, as one-dimensional arrays.
 
         This is only possible if the matrix is zero everywhere else. It means that e.g. elementwise products
         can be computed for each part separately. Any other type returns None.
@@ -158,7 +158,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return x.with_parts({name: by(part, places[name][0]) for name, part in x.parts.items()})
 
     def matmul(self: _M, other: "StructuredMatrix", precision: Any = None) -> _M | NotImplementedType:
-        """Multiplies by another matrix with the same batch axes. Neither of the matrices is diagonal."""
+        """Multiplies by another matrix with the same batch axes. Neither matrix is diagonal."""
         return NotImplemented
 
     @property
@@ -186,7 +186,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
-        """Replaces each part by `fn(part, n)`, where the last `n` axes of the part aren't batch axes."""
+        """Replaces each part by `fn(part, n)`, where the part's last `n` axes aren't batch axes."""
         return self.with_parts(
             {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
         )
@@ -281,7 +281,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def check_batches(matrix: StructuredMatrix) -> None:
-    """Raises a `ValueError` unless the batch axes of each part are the last batch axes of the matrix."""
+    """Raises a `ValueError` unless each part's batch axes are the last batch axes of the matrix."""
     batch = matrix.batch
     for name, part in matrix.parts.items():
         core = matrix.CORE[name]

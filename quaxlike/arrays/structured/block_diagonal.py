@@ -15,7 +15,7 @@ from .base import StructuredMatrix, as_part, diagonal_of, lead
 class BlockDiagonalMatrix(StructuredMatrix):
     """A matrix with blocks of equal shape along its diagonal and zeros everywhere else.
 
-    Products take time proportional to the size of the blocks, rather than to the size of the whole matrix.
+    Products take time proportional to the block size, rather than to the size of the whole matrix.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         return jnp.reshape(rows, self.shape)
 
     def _by_block(self, apply: Any, x: Any) -> Any:
-        """Applies `apply` to the blocks of rows of `x`, which has shape (..., n * q, k)."""
+        """Applies `apply` to the row blocks of `x`, which has shape (..., n * q, k)."""
         *batch, m, k = x.shape
         n = self.blocks.shape[-3]
         y = apply(jnp.reshape(x, (*batch, n, m // max(n, 1), k)))

@@ -75,7 +75,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:
-        """Applies `by` to each frequency of the blocks and of `x`, which has shape `(..., columns * b, k)`.
+        """Applies `by` to each frequency of the blocks and `x`, which has shape `(..., columns * b, k)`.
 
         This is used for products as well as for linear systems.
         """

@@ -1,8 +1,8 @@
 """Linear systems, inverses and determinants of structured matrices, via the functions in `jax.numpy`.
 
 `jnp.linalg.solve` factorises using the primitive `lu`, and then solves using `triangular_solve`, both within
-`lax.custom_linear_solve`. Here we implement `lu` of a structured matrix by returning the matrix itself as one
-of the factors. This works under every transform, and the linear system is differentiated by JAX as usual.
+`lax.custom_linear_solve`. Here we implement `lu` for a structured matrix by returning the matrix itself as
+one of the factors. This works under every transform, and the linear system is differentiated by JAX as usual.
 
 Unfortunately, all other functions access individual elements of intermediate results, so we have to recognise
 them as a whole. This is done via the jaxpr of the call: as JAX caches traces, tracing the function again
@@ -61,7 +61,7 @@ def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
 
 @checked
 def logdet(matrix: ArrayLike | ArrayValue) -> Any:
-    """Computes the logarithm of the absolute value of the determinant.
+    """Computes the logarithm of the determinant's absolute value.
 
     This is the second result of `jnp.linalg.slogdet` under [`quaxlike.quaxify`][].
 

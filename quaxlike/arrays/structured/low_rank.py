@@ -1,4 +1,4 @@
-"""`LowRankUpdate`: the sum of a matrix and the product of two thin matrices."""
+"""`LowRankUpdate`: a matrix plus the product of two thin matrices."""
 
 from collections.abc import Callable
 from types import NotImplementedType

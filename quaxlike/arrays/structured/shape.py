@@ -64,7 +64,7 @@ def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[Any]):
 
 
 def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
-    """Applies `join` to each part of several matrices of the same type."""
+    """Applies `join` to each part of several matrices with the same type."""
     xs = [x.stacked() for x in xs]
     first = xs[0]
     if any(type(x) is not type(first) for x in xs):

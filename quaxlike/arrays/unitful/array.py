@@ -401,7 +401,7 @@ class Unitful(AnnotatedArray):
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
-    """Returns the unit of an array. Plain arrays are dimensionless."""
+    """Returns an array's unit. Plain arrays are dimensionless."""
     return x.unit if isinstance(x, Unitful) else Unit()
 
 

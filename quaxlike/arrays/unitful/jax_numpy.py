@@ -1,7 +1,7 @@
-"""Determines which jax.numpy functions are being called, as some of these use constants that match any unit.
+"""Determines which jax.numpy functions are being called, as some use constants that match any unit.
 
 For example, `jnp.histogram` widens an empty range by adding a plain constant to a quantity, which would be an
-error in the code of a user. Unfortunately there's no other way of detecting this, because by the time a
+error in user code. Unfortunately there's no other way to detect this, because by the time a
 primitive is bound, these constants are indistinguishable from any others.
 """
 

@@ -100,7 +100,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Returns whether the type of a Value, or of any Value nested inside it, has placeholders."""
+    """Returns whether a Value's type, or the type of any Value nested inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True
@@ -184,7 +184,7 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """Returns the constants that fill the carry of a loop, regardless of the number of iterations."""
+    """Returns the constants that fill a loop's carry, regardless of the number of iterations."""
     # This is guaranteed to terminate, because each iteration can only make constants less specific.
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
@@ -341,7 +341,7 @@ def with_revealed_types(
     cls: type[Value],
     unify: Callable[[Any, Any, str], Any],
 ) -> tuple[Any, ...] | None:
-    """Lifts those plain arrays in a loop carry that turn out to be Values.
+    """Lifts any plain arrays in a loop carry that turn out to be Values.
 
     Libraries initialise loops with placeholders such as `jnp.zeros`, which might turn into metres in the
     first iteration. We start without any assumptions about these, and then repeatedly trace an iteration to
@@ -353,7 +353,7 @@ def with_revealed_types(
     - `results_for`: returns the slots after an iteration, given the slots before it.
     - `cls`: the type that is required by some operation in the loop.
 
-    **Returns:** the slots of the carry; None if none of the plain arrays are Values.
+    **Returns:** the carry's slots; None if none of the plain arrays are Values.
     """
     guesses = tuple(_guessed(start(slot, x), cls) for slot, x in zip(carry, init, strict=True))
 

@@ -85,7 +85,7 @@ class Full(ArrayOperators, ArrayValue):
 
     If the value is a Python or NumPy number then it's known when tracing, so operations with 0 and 1 are
     simplified. If it's an array then it's a leaf, which can be traced and differentiated, and any leading
-    axes are the axes of a stack, as created by `jax.vmap`.
+    axes stack several arrays, as created by `jax.vmap`.
 
     **Arguments:**
 
@@ -189,7 +189,7 @@ def _constant(number: Any, shape: Sequence[int], dtype: Any) -> Constant:
 
 
 def _same(x: Constant, shape: Sequence[int]) -> Any:
-    """Changes the shape of a constant."""
+    """Changes a constant's shape."""
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
@@ -222,7 +222,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns the shape and dtype of the result of a primitive."""
+    """Returns the shape and dtype of a primitive's result."""
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 
