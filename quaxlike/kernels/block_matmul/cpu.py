@@ -1,4 +1,4 @@
-"""Native implementations of the product on CPUs: which products are supported, and how to call the library.
+"""Native implementations for products on CPUs: which products are supported, and how to call the library.
 
 The library operates on raw bytes, so that everything it assumes about shapes and dtypes has to be checked
 here (in `_why_not`). A missing check would result in out-of-bounds reads.
@@ -33,7 +33,7 @@ _LANES = 16
 
 
 def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
-    """Returns the native implementation of a product, or the reason why it is not supported."""
+    """Returns a product's native implementation, or the reason why it is not supported."""
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -50,7 +50,7 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 def choose_rounded(
     library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool
 ) -> Choice | str:
-    """Returns the native product of inputs in 8 bits, or the reason why it does not support an operation."""
+    """Returns the native product for inputs in 8 bits, or the reason why it does not support an operation."""
     choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
     if isinstance(choice, str):
         return choice
@@ -61,7 +61,7 @@ def choose_rounded(
 
 
 def rounds(codec: Codec) -> bool:
-    """Returns whether native products multiply codes of this format by inputs in 8 bits."""
+    """Returns whether native products multiply codes in this format by inputs in 8 bits."""
     return codec.bits < 7 or codec.codes in ("integer", "signed")
 
 
@@ -86,7 +86,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
 
 
 def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, product: Product) -> Array:
-    """Calls a function from the library with a weight's leaves, and a description of their format."""
+    """Calls a function from the library with a weight's leaves, and describes their format to it."""
     empty = jnp.zeros(0, jnp.float32)
     form: dict[str, Any] = {"rows": product.shape[0], "block": product.block_size}
     flags = dict.fromkeys(("is_signed", "lookup", "over"), False)
