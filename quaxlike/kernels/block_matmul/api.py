@@ -54,8 +54,8 @@ def nf4_matmul(
     - `packed`: the codes of `W`, flattened in row-major order. Each byte packs two codes, with the first one
         in the high nibble, so there are `(N·K + 1) // 2` bytes in total. If blocks do not cross rows, then
         the shape can also be `(N, K / 2)`, which allows for sharding rows or columns across devices.
-    - `absmax`: one float32 scale for every `block_size` consecutive codes. These blocks can
-        cross rows. The shape must be `(N, K / block_size)` if `packed` is two-dimensional. This can also be a
+    - `absmax`: one float32 scale for every `block_size` consecutive codes. These blocks can cross rows. The
+        shape must be `(N, K / block_size)` if `packed` is two-dimensional. This can also be a
         [`NestedScales`][quaxlike.kernels.NestedScales], for scales that are themselves quantised.
     - `codebook`: the 16 values that the codes represent.
     - `shape`: `W`'s shape `(N, K)`.
@@ -63,7 +63,7 @@ def nf4_matmul(
     - `transpose`: whether to contract over `N` rather than `K`.
     - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
-    **Returns:** an array with shape `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
     **Raises:** `ValueError` if the operands are inconsistent with `shape` and `block_size`.
     """
@@ -94,8 +94,8 @@ def lora_matmul(
     few additional columns of `W`, and that we don't need another pass over the result. This function is
     differentiable with respect to everything except for the codes.
 
-    If there are several adapters, then `adapter_index` selects one for each row of `x`. This is
-    useful for serving requests with different adapters, because all rows are still computed together.
+    If there are several adapters, then `adapter_index` selects one for each row of `x`. This is useful for
+    serving requests with different adapters, because all rows are still computed together.
 
     !!! example
 
@@ -131,11 +131,11 @@ def lora_matmul(
         are cast to `x`'s dtype.
     - `b`: has shape `(out, rank)`, or `(adapters, out, rank)`.
     - `scaling`: the factor by which to multiply the low-rank term.
-    - `adapter_index`: each row's adapter index, with the same leading axes as `x`. A negative
-        index means that no adapter is applied.
+    - `adapter_index`: each row's adapter index, with the same leading axes as `x`. A negative index means
+        that no adapter is applied.
     - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
-    **Returns:** an array with shape `(..., out)`.
+    **Returns:** an array of shape `(..., out)`.
 
     **Raises:** `ValueError` if the operands' shapes are inconsistent.
     """
@@ -191,7 +191,7 @@ def int8_matmul(
     - `transpose`: whether to contract over `N` rather than `K`.
     - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
-    **Returns:** an array with shape `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
     **Raises:** `ValueError` if the operands' shapes are inconsistent.
     """

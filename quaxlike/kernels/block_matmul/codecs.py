@@ -1,6 +1,6 @@
 """The table of block formats, which describes code values and how scales and minima are stored.
 
-Importantly, decoded values must be bitwise identical to the program that published the format,
+Importantly, decoded values must be bitwise identical to the values in the program that published the format,
 including how subnormal scales are rounded. Otherwise we would decode checkpoints to different weights.
 """
 
@@ -43,7 +43,7 @@ class Codec:
     - `table`: each code's value, for `codes="table"`.
     - `block`: how many codes share a scale by default, or `None` for a whole row.
     - `scales`: one of `"float"` (any floating dtype); `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half the value of
-        `"e8m0"`), stored as bytes; `"integer"` (multiplied by an outer scale); or `"nibbles"`, for bytes that
+        `"e8m0"`), stored as bytes; `"integer"` (multiples of an outer scale); or `"nibbles"`, for bytes that
         hold the scale in the low nibble and the minimum in the high nibble.
     - `group`: how many blocks share an outer scale, with 0 for a whole row. `None` if scales have only one
         level.
@@ -265,9 +265,8 @@ class Codec:
     def _shrunk(self, scale: Array) -> Array | None:
         """Returns the factor that compensates for clamping scales to 2**-126, the smallest normal number.
 
-        We apply this factor to the code values, rather than to the scales. The reason is that some
-        devices flush subnormal scales to zero, even though their products with the codes might be normal
-        numbers.
+        We apply this factor to the code values, rather than to the scales. The reason is that some devices
+        flush subnormal scales to zero, even though their products with the codes might be normal numbers.
         """
         if self.scales not in E8M0:
             return None

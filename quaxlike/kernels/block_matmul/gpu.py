@@ -1,6 +1,6 @@
 """The product with a stored weight on GPUs, which is fused for few activation rows and chunked for many.
 
-Importantly, we never materialise the whole of a large weight. Chunks are limited to 128 MiB, and we use
+Importantly, we never materialise a large weight in full. Chunks are limited to 128 MiB, and we use
 optimisation barriers to prevent XLA from decoding them all in advance.
 """
 
@@ -171,7 +171,7 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """Returns the fused kernel, which maps operands as in `mosaic.emit` to terms (splits, m, features)."""
+    """Returns the fused kernel, which maps the operands of `mosaic.emit` to terms (splits, m, features)."""
     from . import mosaic
 
     return _kernel_of(
@@ -185,7 +185,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """Returns the kernel that decodes rows, as a function of the operands in `decode_rows.emit`."""
+    """Returns the kernel that decodes rows, as a function of the operands of `decode_rows.emit`."""
     from . import decode_rows
 
     return _kernel_of(
@@ -201,7 +201,7 @@ def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., A
 def _kernel_of(
     emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
 ) -> Callable[..., Array]:
-    """Wraps a `lanes` program as a function on arrays."""
+    """Wraps a `lanes` program as a function of arrays."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     def kernel(*refs: Any) -> None:
@@ -357,8 +357,8 @@ def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
 def scaled_at_once(m: int, n: int, k: int) -> int:
     """Returns how many of the `m` activation rows to scale at a time.
 
-    This limits the scaled copy to a quarter of an (n, k) weight's size, unless that is small. All chunks
-    have the same length.
+    This limits the scaled copy to a quarter of an (n, k) weight's size, unless that is small. All chunks have
+    the same length.
     """
     rows = max(k // 4, _LEAST // max(n, 1), 1)
     return -(-m // max(1, -(-m // rows)))

@@ -32,8 +32,7 @@ class Table:
     """A lookup table for code values.
 
     If `exact`, then entries are float32, and should be scaled individually (using `scaled`). Otherwise
-    entries are rounded to the activations' dtype, and two are returned per register (using
-    `pairs`).
+    entries are rounded to the activations' dtype, and two are returned per register (using `pairs`).
     """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:

@@ -4,25 +4,25 @@ Each warp multiplies several tiles, each with 16 of the result's features, by up
 call tokens), over its share of the contraction. A single `mma.sync` instruction contracts 16 elements. In
 order to make this fast, we do the following.
 
-- *Codes are read in their stored order.* Mathematically speaking, a contraction's terms can be summed in
-    any order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
-    16·quad + 15 within a block of 64 columns in both `W` and `x`, regardless of the columns that the
+- *Codes are read in their stored order.* Mathematically speaking, a contraction's terms can be summed in any
+    order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
+    16·quad + 15 within a block of 64 columns of both `W` and `x`, regardless of the columns that the
     instruction assigns to it. For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight
     adjacent columns as features. Note that both operands must be permuted in the same way, because otherwise
     we would multiply elements that don't match.
 - *Each byte is decoded with a single lookup*, in a table with 256 entries (see `lookup`).
 - *Scales are applied to the accumulator*, provided that all 64 columns in a block share a scale, and that
-    there are no zero points. In this case we sum the products with a block's codes separately, then
-    multiply by the scale when adding to the accumulator. This only needs one multiplication for every 64
-    weights. It is also more accurate, because scales are exact float32 numbers and only the codebook is
-    rounded, rather than every weight. In all other cases, values are scaled in float32 and then rounded once.
+    there are no zero points. In this case we sum the products with a block's codes separately, then multiply
+    by the scale when adding to the accumulator. This only needs one multiplication for every 64 weights. It
+    is also more accurate, because scales are exact float32 numbers and only the codebook is rounded, rather
+    than every weight. In all other cases, values are scaled in float32 and then rounded once.
 - *Loads overlap with multiplications.* Each warp copies the tiles for its upcoming steps into a ring buffer
     in shared memory (see `staging`), without synchronising with other warps.
 
 Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
 GPU, then we also split the contraction between thread blocks. (We could use atomics to add up their results,
-but this wouldn't be deterministic. Instead each one writes a separate float32 sum, and these are added in
-a fixed order afterwards.)
+but this wouldn't be deterministic. Instead each one writes a separate float32 sum, and these are added in a
+fixed order afterwards.)
 """
 
 import functools
@@ -79,9 +79,9 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     **Arguments:**
 
     - `refs`: the following arrays in global memory: `x`; the codes; the scales (if nested, these are codes,
-        absmax, offset and map); the zero points (if any); the code values; for adapters, `t` and `b`,
-        as well as the adapters that each group of tokens uses and their number; and `out`. These are followed
-        by `shared_words` words in shared memory.
+        absmax, offset and map); the zero points (if any); the code values; for adapters, `t` and `b`, as well
+        as the adapters that each group of tokens uses and their number; and `out`. These are followed by
+        `shared_words` words in shared memory.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
@@ -113,7 +113,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class Warp:
-    """The position of a single thread, along with its part in its warp's work, for `x @ W.T`."""
+    """The position of a single thread, along with its part of its warp's work, for `x @ W.T`."""
 
     def __init__(
         self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
@@ -294,9 +294,9 @@ class Warp:
 class _Transposed(Warp):
     """The work for `x @ W`, where a warp has 64 columns from `W` as features and contracts 16 rows at a time.
 
-    Each line has eight columns of a row. As rows have different scales, we can't scale the
-    accumulator. So we need to scale every value, then round it together with the value from another row that
-    shares its register.
+    Each line has eight columns of a row. As rows have different scales, we can't scale the accumulator. So we
+    need to scale every value, then round it together with the value from another row that shares its
+    register.
     """
 
     def feature(self, tile: int, e: int) -> Reg:

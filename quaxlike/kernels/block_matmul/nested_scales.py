@@ -18,16 +18,16 @@ from .. import blockwise
 class NestedScales:
     """Block scales quantised to 8 bits each ("double quantisation"), given by `map[codes] * absmax + offset`.
 
-    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of
-    a quantised weight's memory. For example, 4-bit codes in blocks of 64 amount to 4.13 bits per
-    weight, compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked
-    weights, all three arrays can have leading axes.
+    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of a
+    quantised weight's memory. For example, 4-bit codes in blocks of 64 amount to 4.13 bits per weight,
+    compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked weights, all
+    three arrays can have leading axes.
 
     **Arguments:**
 
-    - `codes`: indices into the map (one byte per block), with shape `(*lead, blocks)`.
-    - `absmax`: a float32 array with shape `(*lead, ceil(blocks / 256))`.
-    - `offset`: a float32 array with shape `(*lead,)`.
+    - `codes`: indices into the map (one byte per block), of shape `(*lead, blocks)`.
+    - `absmax`: a float32 array of shape `(*lead, ceil(blocks / 256))`.
+    - `offset`: a float32 array of shape `(*lead,)`.
     - `quant_map`: the map's 256 values, either as a tuple or as a float32 array without leading axes.
         Defaults to the signed dynamic map.
     """

@@ -36,7 +36,7 @@ def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Seq
 
 
 def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[..., Array]:
-    """Converts a function on `x`, leaves, `t` and `b` to one that accepts the primitive's operands."""
+    """Converts a function of `x`, leaves, `t` and `b` to one that accepts the primitive's operands."""
 
     def run(x: Array, *operands: Any, **params: Any) -> Array:
         leaves, low_rank = _parted(operands, adapters)
@@ -286,7 +286,7 @@ def block_matmul(
     - `out_dtype`: the result's dtype; `x.dtype` if None.
     - `compute`: as for `Product`; not with `transpose`.
 
-    ***Returns:** an array with shape `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
     **Raises:** `ValueError` if `x`'s last axis does not match the contracted axis in `W`.
     """

@@ -16,9 +16,8 @@ float32. It has the following methods and attributes:
 - `dimensions` is used for `Partitioning`. It returns a name for each leaf dimension (n and k if it is a
     dimension of `W`), and the names over which shards can be summed. `None` leaves partitioning to XLA.
     `local` returns the product for a single shard.
-- `name` is the primitive's name. `linear` is whether `W` is linear in each of its
-    floating-point leaves. `fuses` is whether the compilers for GPUs and TPUs fuse decoding into a product
-    with few rows.
+- `name` is the primitive's name. `linear` is whether `W` is linear in each of its floating-point leaves.
+    `fuses` is whether the compilers for GPUs and TPUs fuse decoding into a product with few rows.
 """
 
 import dataclasses
@@ -82,7 +81,7 @@ class Product:
 
     @property
     def free(self) -> int:
-        """The result's size along its last axis."""
+        """The size of the result's last axis."""
         return self.shape[self.transpose]
 
     @property
@@ -138,7 +137,7 @@ class Nibbles:
         return 2
 
     def tiles(self, leaves: Leaves, product: Product) -> Tiles:
-        """Looks up each byte in two tables with 256 entries, one for each of its (adjacent) codes."""
+        """Looks up each byte in two tables of 256 entries, one for each of its (adjacent) codes."""
         (n, k), block = product.shape, product.block_size
         packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
         code = jnp.arange(256)

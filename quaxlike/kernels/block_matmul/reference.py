@@ -40,7 +40,7 @@ _UNIT = 32
 def in_eight_bits(x: Float[Array, "*batch k"]) -> Float32[Array, "*batch k"]:
     """Rounds `x` to 8 bits, in blocks of 32, as llama.cpp's Q8_0 with scales in float32.
 
-    The derivative is the identity. A block with infinity or NaN becomes NaN.
+    It is differentiated as if it were the identity. A block with infinity or NaN becomes NaN.
     """
     x, k = x.astype(jnp.float32), x.shape[-1]
     blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -k % _UNIT)]).reshape(*x.shape[:-1], -1, _UNIT)

@@ -22,13 +22,13 @@ _CHUNK = 16  # bytes of codes per copy
 
 
 class Field(NamedTuple):
-    """The part of a tile that holds an array with scales or zero points, as words in row-major order.
+    """The part of a tile that holds one array of scales or zero points, as words in row-major order.
 
     **Attributes:**
 
     - `divisor`: how many scales or zero points share an array element.
     - `size`: an element's size in bytes.
-    - `words`: words per row.
+    - `words`: how many words each row has.
     - `at_once`: how many words a thread copies with one instruction.
     - `regular`: whether every row's first word starts with the tile's first element.
     """

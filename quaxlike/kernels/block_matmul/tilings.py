@@ -14,7 +14,7 @@ class Tiling:
 
     **Attributes:**
 
-    - `row_tiles`: tiles (with 16 features each) per warp. Always 4 for `x @ W`.
+    - `row_tiles`: how many tiles (of 16 features each) a warp has. Always 4 for `x @ W`.
     - `row_warps`: how many warps are adjacent along the features.
     - `k_warps`: how many warps the contraction for the same features is split between.
     - `unroll`: how many blocks of 64 columns (or 16 rows for `x @ W`) a warp processes per step.
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
 
     @property
     def token_tiles(self) -> int:
-        """The number of tiles (with 8 tokens each) in a group."""
+        """The number of tiles (of 8 tokens each) in a group."""
         return -(-self.m // (8 * self.groups))
 
     @property

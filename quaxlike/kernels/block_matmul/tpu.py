@@ -2,13 +2,13 @@
 
 Codes are used in their stored layout. If a byte packs two codes, then these are two adjacent columns in a row
 of `W`. As bytes are laid out along lanes, one nibble in every byte belongs to an even column and the other to
-an odd column. We multiply one plane by the even columns in `x` and the other one by the odd
-columns. This means that we don't have to interleave them, which would be expensive.
+an odd column. We multiply one plane by the even columns of `x` and the other one by the odd columns. This
+means that we don't have to interleave them, which would be expensive.
 
 Values for 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
-a register's 128 lanes, as are values for 8-bit codes, and (prior to TPU v5) for all codes. Lookups
-along lanes are several times as expensive if the indices differ between a register's rows. Integer codes
-don't require a table.
+a register's 128 lanes, as are values for 8-bit codes, and (prior to TPU v5) for all codes. Lookups along
+lanes are several times as expensive if the indices differ between a register's rows. Integer codes don't
+require a table.
 """
 
 import functools

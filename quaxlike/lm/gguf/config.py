@@ -41,10 +41,10 @@ def config_of(
     """Converts a GGUF file's metadata to the equivalent of transformers' `config.json`.
 
     `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor; we need this because the
-    scaling factors of the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
+    scaling factors for the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
     the architecture is unknown.
 
-    **Raises:** `CheckpointError` if the value of any key has the wrong type.
+    **Raises:** `CheckpointError` if any key's value has the wrong type.
     """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     if family is None or family.gguf is None:
@@ -122,7 +122,7 @@ def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str,
 
 
 def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns the names of all tensors that belong to an ignored block."""
+    """Returns the names of tensors that belong to an ignored block."""
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -133,7 +133,7 @@ def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str])
 
 
 def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of the same file without any ignored blocks, for example a smaller block count."""
+    """Returns the same file's metadata without any ignored blocks, for example a smaller block count."""
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     more = _more_layers(path, prefix, family, metadata) if family else 0
     if not more:
@@ -171,7 +171,7 @@ _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scal
 
 
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
-    """Warns about unrecognised keys that start with the prefix of the architecture.
+    """Warns about unrecognised keys that start with the architecture's prefix.
 
     This is because any such key might change the model in a way that we don't know about.
     """
@@ -266,10 +266,10 @@ _LOG = "yarn_log_multiplier"
 
 
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Reads all of YaRN's parameters apart from its scaling factor.
+    """Reads all YaRN parameters apart from the scaling factor.
 
     Note that llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor
-    that YaRN derives from `factor`, whereas the `attention_factor` of transformers is the product of the two.
+    that YaRN derives from `factor`, whereas the `attention_factor` in transformers is their product.
     """
     keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
@@ -290,7 +290,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Inverts `_yarn`, by converting the YaRN entries of a `config.json` to GGUF metadata."""
+    """Inverts `_yarn`, by converting the YaRN entries in a `config.json` to GGUF metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:

@@ -1,6 +1,6 @@
 """How tensors in a GGUF file differ from the arrays in transformers.
 
-llama.cpp permutes the rows or columns of some arrays, and applies an elementwise function to some others. All
+llama.cpp permutes some arrays' rows or columns, and applies an elementwise function to some others. All
 orders are defined from the point of view of writing, i.e. the tensor is `array[order]`.
 """
 
@@ -15,7 +15,7 @@ from ..families import Family, TensorLayout
 
 
 def layout_of(tensor: str, family: Family | None) -> TensorLayout:
-    """Looks up the layout of a tensor, given its name in llama.cpp."""
+    """Looks up a tensor's layout, given its name in llama.cpp."""
     own = family.gguf if family else None
     if family is None or own is None:
         return TensorLayout()
@@ -42,7 +42,7 @@ _Size = Callable[[str], int]
 
 
 def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
-    """Reorders the rows of each head for rotary embeddings.
+    """Reorders each head's rows for rotary embeddings.
 
     llama.cpp rotates pairs of adjacent elements, whereas transformers rotates the two halves of each head.
     """
@@ -57,8 +57,8 @@ def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
 
 
 class _Heads(NamedTuple):
-    """The sizes of Gated DeltaNet: the number of key heads, the number of value heads (of which there can be
-    more), and the total size of all keys.
+    """The sizes in Gated DeltaNet: the number of key heads, the number of value heads (which can be larger),
+    and the total size of all keys.
     """
 
     key_heads: int
@@ -73,10 +73,10 @@ class _Heads(NamedTuple):
         return cls(key_heads, heads, key_heads * size("ssm.state_size"))
 
     def tiled(self, count: int) -> np.ndarray:
-        """Returns llama.cpp's order of value heads.
+        """Returns llama.cpp's order for value heads.
 
         Several value heads can share a key head. transformers puts these next to each other, whereas in
-        llama.cpp the first value head of every key head comes first, followed by all of the second ones.
+        llama.cpp every key head's first value head comes first, followed by all the second ones.
         """
         if count < 1 or count % self.heads:
             raise ValueError(f"{self.heads} heads do not divide {count} values")
@@ -96,8 +96,8 @@ def _queries_keys_values(size: _Size, count: int) -> list[np.ndarray]:
 
 
 def _by_key_head(size: _Size, count: int) -> list[np.ndarray]:
-    """Splits the projection of Qwen3-Next, for which transformers puts the queries, keys, values and gates of
-    each key head next to each other.
+    """Splits the projection of Qwen3-Next, for which transformers puts each key head's queries, keys, values
+    and gates next to each other.
     """
     heads = _Heads.of(size)
     values = (count - 2 * heads.keys) // 2
@@ -118,7 +118,7 @@ ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
 
 
 def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the rows (or columns) of an array that are stored by each of its tensors.
+    """Returns the rows (or columns) of an array that are stored by each tensor.
 
     **Raises:** `CheckpointError` if sizes in the metadata are missing or don't fit.
     """
@@ -142,7 +142,7 @@ def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str,
 
 
 def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the order of a single tensor, or None if it's stored in the order of the array."""
+    """Returns a single tensor's order, or None if it's stored in the same order as the array."""
     if not order:
         return None
     (found,) = orders(path, name, order, count, metadata)
@@ -153,8 +153,8 @@ def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[st
 
 
 class _Function(NamedTuple):
-    """An elementwise function of an array together with its inverse, both of which are also given the offset
-    that the family adds to the weights of its norms.
+    """An elementwise function of an array together with its inverse, which are both also given the offset
+    that the family adds to its norm weights.
     """
 
     written: Callable[[np.ndarray, float | int], np.ndarray]

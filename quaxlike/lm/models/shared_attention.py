@@ -1,4 +1,4 @@
-"""The attention layers of Gemma 4, some of which share the keys and values of an earlier layer.
+"""Attention layers for Gemma 4, some of which share an earlier layer's keys and values.
 
 Layers without a window are called "global" and have a different head size. Depending on the configuration,
 they don't have a separate projection for values. In this case the values are the keys prior to their
@@ -43,7 +43,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
 
     @classmethod
     def _heads(cls, config: DecoderConfig) -> tuple[int, int]:
-        """Returns the number of key heads and the size of each."""
+        """Returns how many key heads there are and the size of each."""
         if cls.is_global:
             return config.num_global_key_value_heads, config.global_head_dim
         return config.num_key_value_heads, config.head_dim
