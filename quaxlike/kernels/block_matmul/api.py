@@ -54,14 +54,14 @@ def nf4_matmul(
     - `packed`: the codes of `W`, flattened in row-major order. Each byte packs two codes, with the first one
         in the high nibble, so there are `(N·K + 1) // 2` bytes in total. If blocks do not cross rows, then
         the shape can also be `(N, K / 2)`, which allows for sharding rows or columns across devices.
-    - `absmax`: one float32 scale for every block of `block_size` consecutive codes, where blocks can cross
-        rows. The shape must be `(N, K / block_size)` if `packed` is two-dimensional. This can also be a
+    - `absmax`: one float32 scale for every `block_size` consecutive codes. These blocks can cross rows. The
+        shape must be `(N, K / block_size)` if `packed` is two-dimensional. This can also be a
         [`NestedScales`][quaxlike.kernels.NestedScales], for scales that are themselves quantised.
     - `codebook`: the 16 values that the codes represent.
-    - `shape`: the shape `(N, K)` of `W`.
-    - `block_size`: the number of codes that share a scale. Must be even.
-    - `transpose`: whether to contract over `N` instead of `K`.
-    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
+    - `shape`: `W`'s shape `(N, K)`.
+    - `block_size`: how many codes share a scale. Must be even.
+    - `transpose`: whether to contract over `N` rather than `K`.
+    - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
@@ -94,8 +94,8 @@ def lora_matmul(
     few additional columns of `W`, and that we don't need another pass over the result. This function is
     differentiable with respect to everything except for the codes.
 
-    If there are several adapters, then `adapter_index` selects one of them for each row of `x`. This is
-    useful for serving requests with different adapters, because all rows are still computed together.
+    If there are several adapters, then `adapter_index` selects one for each row of `x`. This is useful for
+    serving requests with different adapters, because all rows are still computed together.
 
     !!! example
 
@@ -128,16 +128,16 @@ def lora_matmul(
     - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight of shape `(out, in)`, as in
         [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
     - `a`: has shape `(rank, in)`, or `(adapters, rank, in)` if `adapter_index` is passed. Both `a` and `b`
-        are cast to the dtype of `x`.
+        are cast to `x`'s dtype.
     - `b`: has shape `(out, rank)`, or `(adapters, out, rank)`.
     - `scaling`: the factor by which to multiply the low-rank term.
-    - `adapter_index`: the index of the adapter for each row, with the same leading axes as `x`. A negative
-        index means that no adapter is applied.
-    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
+    - `adapter_index`: each row's adapter index, with the same leading axes as `x`. A negative index means
+        that no adapter is applied.
+    - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
     **Returns:** an array of shape `(..., out)`.
 
-    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
+    **Raises:** `ValueError` if the operands' shapes are inconsistent.
     """
     codebook = jnp.asarray(codebook, jnp.float32)
     _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
@@ -166,7 +166,7 @@ def int8_matmul(
     """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight stored as int8 with scales.
 
     This does not materialise `W`. (The one exception is if there are block-wise scales on a GPU, in which
-    case we decode a part of it at a time.) The result is differentiable with respect to `x` and `scale`. The
+    case we decode one part at a time.) The result is differentiable with respect to `x` and `scale`. The
     gradient with respect to `x` is computed by applying the transposed contraction to the same integers.
 
     !!! example
@@ -187,13 +187,13 @@ def int8_matmul(
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
     - `codes`: the integers, of shape `(N, K)`.
     - `scale`: has shape `(N, ceil(K / block_size))`, so that value = integer · scale.
-    - `block_size`: the number of integers in a row that share a scale. If `None`, there is one scale per row.
-    - `transpose`: whether to contract over `N` instead of `K`.
-    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
+    - `block_size`: how many integers in a row share a scale. If `None`, there is one scale per row.
+    - `transpose`: whether to contract over `N` rather than `K`.
+    - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
+    **Raises:** `ValueError` if the operands' shapes are inconsistent.
     """
     n, k = codes.shape
     # We divide by this below, so it must not be zero even for a weight without columns.

@@ -1,6 +1,6 @@
-"""The table of block formats, which describes the values of codes and how scales and minima are stored.
+"""The table of block formats, which describes code values and how scales and minima are stored.
 
-Importantly, decoded values must be bitwise identical to those of the program that published the format,
+Importantly, decoded values must be bitwise identical to the values in the program that published the format,
 including how subnormal scales are rounded. Otherwise we would decode checkpoints to different weights.
 """
 
@@ -28,7 +28,7 @@ _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format, which consists of rows of codes (as little-endian bit streams) and a scale per block.
+    """A block format, which has rows of codes (as little-endian bit streams) and a scale per block.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -36,24 +36,24 @@ class Codec:
 
     **Attributes:**
 
-    - `bits`: the number of bits per code, from 2 to 8.
+    - `bits`: bits per code, from 2 to 8.
     - `codes`: one of `"integer"` (unsigned, minus `bias`), `"signed"` (int8 without -128), `"e4m3"`, `"e5m2"`
         or `"table"`.
     - `bias`: the offset that is subtracted from integer codes.
-    - `table`: the values of the codes, for `codes="table"`.
-    - `block`: the default number of codes that share a scale, or `None` for a whole row.
+    - `table`: each code's value, for `codes="table"`.
+    - `block`: how many codes share a scale by default, or `None` for a whole row.
     - `scales`: one of `"float"` (any floating dtype); `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half the value of
         `"e8m0"`), stored as bytes; `"integer"` (multiples of an outer scale); or `"nibbles"`, for bytes that
         hold the scale in the low nibble and the minimum in the high nibble.
-    - `group`: the number of blocks that share an outer scale, with 0 for a whole row. `None` if there is only
-        one level of scales.
+    - `group`: how many blocks share an outer scale, with 0 for a whole row. `None` if scales have only one
+        level.
     - `over`: whether to divide the inner scale by the outer scale, rather than multiply them.
     - `zeros`: one of `None`, `"points"` (zero points), or for minima either `"plus"` or `"minus"`.
     - `dtype`: the dtype of floating-point scales produced by `quantize`.
     - `limits`: the smallest and largest integer scale.
-    - `high_first`: whether the first of the two 4-bit codes in a byte is in its high nibble.
+    - `high_first`: whether a byte's first 4-bit code is in its high nibble.
     - `flat`: whether products expect rows of codes without gaps, so that blocks can cross matrix rows.
-    - `all_values`: the values of codes 0, 1, …
+    - `all_values`: the values for codes 0, 1, …
     """
 
     bits: int
@@ -85,11 +85,11 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """The key of this codec in `CODECS`, or its number of bits if it isn't registered there."""
+        """This codec's key in `CODECS`, or its bit count if it isn't registered there."""
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """Returns the values of codes that have been unpacked to 8 bits."""
+        """Returns the values for codes that have been unpacked to 8 bits."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -109,7 +109,7 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """Returns the uint8 codes of the nearest values.
+        """Returns the uint8 codes for the nearest values.
 
         Ties are broken towards the even integer or, if the codes aren't integers, towards the lower value.
         """
@@ -129,7 +129,7 @@ class Codec:
         return jnp.asarray(order.astype(np.uint8))[places]
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """Stochastically rounds to one of the two adjacent values, so that the result is unbiased.
+        """Stochastically rounds to an adjacent value, so that the result is unbiased.
 
         `random` should be uniformly distributed on [0, 1]. Returns uint8 codes.
         """
@@ -144,14 +144,14 @@ class Codec:
         return self.nearest(jnp.where(random * (second - first) < values - first, second, first))
 
     def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
-        """Returns the number of bytes, scales, outer scales, zeros and outer zeros in a row."""
+        """Returns how many bytes, scales, outer scales, zeros and outer zeros a row has."""
         blocks = -(-count // max(block, 1))
         groups = -(-blocks // self.group) if self.group else min(blocks, 1)
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (instances stay alive, but there are only a few)
     def cuts(self, count: int, block: int) -> bool:
-        """Returns whether rows can be split into (or concatenated from) parts with this number of codes.
+        """Returns whether rows can be split into (or concatenated from) parts with this many codes.
 
         This isn't possible if it would split a byte, a block, or a group of blocks that share an outer scale.
         """
@@ -166,13 +166,13 @@ class Codec:
         return packed.view(np.int8) if self.codes == "signed" else packed
 
     def _turned(self, packed: Any) -> Any:
-        """Swaps the nibbles of each byte if the stored order differs from that of the bit stream."""
+        """Swaps each byte's nibbles if they are not stored in bit-stream order."""
         return packed >> np.uint8(4) | packed << np.uint8(4) if self.high_first else packed
 
     def scales_and_zeros(
         self, scale: Array, outer: Array | None, zero: Array | None, outer_zero: Array | None
     ) -> tuple[Float32[Array, "*lead blocks"], Float32[Array, "*lead blocks"] | None]:
-        """Returns the float32 scale of each block, and its zero point or minimum (if any)."""
+        """Returns each block's float32 scale, and its zero point or minimum (if any)."""
         if self.scales == "nibbles":
             scale, zero = scale & np.uint8(15), scale >> np.uint8(4)
         blocks = scale.shape[-1]
@@ -192,12 +192,12 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def stride(self, count: int, block: int) -> int:
-        """Returns the number of planes, which is 1 unless they split the codes of every block evenly."""
+        """Returns the number of planes, which is 1 unless they split every block's codes evenly."""
         stride = bitstream.stride_of(self.bits)
         return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
 
     def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
-        """Decodes rows of `count` codes to planes (see `bits.planes`).
+        """Decodes rows with `count` codes to planes (see `bits.planes`).
 
         **Arguments:**
 
@@ -265,9 +265,8 @@ class Codec:
     def _shrunk(self, scale: Array) -> Array | None:
         """Returns the factor that compensates for clamping scales to 2**-126, the smallest normal number.
 
-        We apply this factor to the values of the codes, rather than to the scales. The reason is that some
-        devices flush subnormal scales to zero, even though their products with the codes might be normal
-        numbers.
+        We apply this factor to the code values, rather than to the scales. The reason is that some devices
+        flush subnormal scales to zero, even though their products with the codes might be normal numbers.
         """
         if self.scales not in E8M0:
             return None

@@ -1,4 +1,4 @@
-"""Native implementations of the product on CPUs: which products are supported, and how to call the library.
+"""Native implementations for products on CPUs: which products are supported, and how to call the library.
 
 The library operates on raw bytes, so that everything it assumes about shapes and dtypes has to be checked
 here (in `_why_not`). A missing check would result in out-of-bounds reads.
@@ -33,7 +33,7 @@ _LANES = 16
 
 
 def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
-    """Returns the native implementation of a product, or the reason why it is not supported."""
+    """Returns a product's native implementation, or the reason why it is not supported."""
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -90,7 +90,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
 
 
 def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, product: Product) -> Array:
-    """Calls a function from the library with a weight's leaves, and a description of their format."""
+    """Calls a function from the library with a weight's leaves, and describes their format to it."""
     empty = jnp.zeros(0, jnp.float32)
     form: dict[str, Any] = {"rows": product.shape[0], "block": product.block_size}
     flags = dict.fromkeys(("is_signed", "lookup", "over"), False)

@@ -1,9 +1,9 @@
-"""A per-thread program that decodes rows of a stored weight to 16 bits, for use in a dense matmul.
+"""A per-thread program that decodes a stored weight's rows to 16 bits, for use in a dense matmul.
 
 We could leave this to XLA. However, the code that it generates takes twice as long as just reading the bytes,
-because it looks up every value separately, and computes the indices of its code and scale each time. Here,
-each thread instead decodes eight adjacent codes at a time, using the table from `lookup`, and writes them
-with a single store.
+because it looks up every value separately, and computes its code and scale indices each time. Here, each
+thread instead decodes eight adjacent codes at a time, using the table from `lookup`, and writes them with a
+single store.
 """
 
 import functools
@@ -33,8 +33,8 @@ def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
 
     **Arguments:**
 
-    - `refs`: the codes, scales, zero points (if any) and values of the codes, as in `mosaic.emit`; then the
-        result; then shared memory of `shared_words` words.
+    - `refs`: the codes, scales, zero points (if any) and code values, as in `mosaic.emit`; then the result;
+        then `shared_words` words in shared memory.
     """
     codes, *operands, out, shared = map(MemoryRegion, refs)
     scales, zeros, (values,) = numbers_of(p, operands, shared)

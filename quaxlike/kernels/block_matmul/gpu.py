@@ -1,7 +1,7 @@
-"""The product with a stored weight on GPUs, which is fused for few rows of activations and chunked for many.
+"""The product with a stored weight on GPUs, which is fused for few activation rows and chunked for many.
 
-Importantly, we never materialise all of a large weight. Chunks are limited to 128 MiB, and we use
-optimisation barriers to prevent XLA from decoding all of them in advance.
+Importantly, we never materialise a large weight in full. Chunks are limited to 128 MiB, and we use
+optimisation barriers to prevent XLA from decoding them all in advance.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def fused_refusal(
 ) -> str | None:
     """Returns why the fused kernel does not support an operation, or `None` if it does.
 
-    This does not take the number of rows of `x` into account.
+    This does not take `x`'s row count into account.
     """
     (n, k), block = product.shape, product.block_size
     # All codes that a thread decodes together must share a scale. For `x @ W.T` there are 16 of them (or 64
@@ -96,7 +96,7 @@ def fused(
     **Arguments:**
 
     - `packed`, `scales`, `zeros`: stored as described by `product`, with any shape.
-    - `table`: the values of the codes.
+    - `table`: the code values.
     - `low_rank`: either empty, or `t` and `b` as in `times_adapters`.
     """
     lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
@@ -144,12 +144,12 @@ def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
 
 
 def _in_words(numbers: Array) -> Array:
-    """Pads an array to a whole number of 32-bit words, because the kernel can only load whole words."""
+    """Pads an array to whole 32-bit words, because the kernel can only load whole words."""
     return jnp.pad(numbers, (0, -numbers.size % (4 // min(numbers.dtype.itemsize, 4))))
 
 
 def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
-    """Returns the adapters that each group of rows uses, along with the number of these adapters.
+    """Returns the adapters that each group of rows uses, along with how many there are.
 
     The shapes are (groups, adapters) and (groups,). We use this to skip the adapters that a group doesn't
     use.
@@ -225,7 +225,7 @@ def _kernel_of(
 
 
 def decodes(platform: str, x: Any, product: Product, *, partitioned: bool) -> bool:
-    """Returns whether there is a kernel to decode rows of this weight."""
+    """Returns whether there is a kernel to decode this weight's rows."""
     return (
         fused_refusal(platform, x, dataclasses.replace(product, transpose=False), partitioned=partitioned)
         is None
@@ -270,10 +270,10 @@ def chunked(
     product: Product,
     kernel: bool = False,
 ) -> Array:
-    """Decodes `W` to the dtype of `x`, in chunks of rows if it is large, and uses a dense matmul for each.
+    """Decodes `W` to `x`'s dtype, in chunks of rows if it is large, and uses a dense matmul for each.
 
     Every weight is only rounded once, starting from its exact float32 value. If the scales can be applied
-    outside the product, then we scale `x` or the result instead of the weight. We scale `x` in chunks if
+    outside the product, then we scale `x` or the result rather than the weight. We scale `x` in chunks if
     copying it would be expensive.
 
     **Arguments:**
@@ -344,7 +344,7 @@ def _padded(z: Array) -> Array:
 
 
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
-    """Returns the number of rows of a weight to decode at a time.
+    """Returns how many rows of a weight to decode at a time.
 
     Large weights are split into chunks, so that we never hold a dense copy. All chunks have the same
     (nonzero) length, which is a multiple of `aligned`.
@@ -355,10 +355,10 @@ def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:
-    """Returns how many out of `m` rows of activations to scale at a time.
+    """Returns how many of the `m` activation rows to scale at a time.
 
-    This limits the scaled copy to a quarter of the size of an (n, k) weight, unless that is small. All chunks
-    have the same length.
+    This limits the scaled copy to a quarter of an (n, k) weight's size, unless that is small. All chunks have
+    the same length.
     """
     rows = max(k // 4, _LEAST // max(n, 1), 1)
     return -(-m // max(1, -(-m // rows)))
@@ -371,10 +371,10 @@ def join_chunks(
 
     **Arguments:**
 
-    - `part`: `part(weight, start, stop)` computes a range of columns.
+    - `part`: `part(weight, start, stop)` computes columns `start` to `stop`.
     - `weight`: the arrays that `part` decodes. These are threaded through the chunks, which forces the chunks
         to be decoded sequentially, reusing the same memory.
-    - `axis`: the axis of the result to chunk over, which can also be rows rather than columns.
+    - `axis`: the result's axis to chunk over, which can also be rows rather than columns.
     """
     columns = part(weight, 0, min(step, size))
     if step >= size:

@@ -1,8 +1,8 @@
-"""Decodes the bytes of a weight to values on GPU threads.
+"""Decodes a weight's bytes to values on GPU threads.
 
-This is the only part of the kernels that depends on formats.
+No other part of the kernels depends on formats.
 
-We keep a table in shared memory, with the value (or values) of each of the 256 possible bytes. The table is
+We keep a table in shared memory, with the value (or values) for each of the 256 possible bytes. The table is
 replicated across all 32 banks. This takes more memory, but means that lookups by different threads never
 conflict.
 """
@@ -29,11 +29,10 @@ STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 
 
 
 class Table:
-    """A lookup table for the values of codes.
+    """A lookup table for code values.
 
     If `exact`, then entries are float32, and should be scaled individually (using `scaled`). Otherwise
-    entries are rounded to the dtype of the activations, and two of them are returned per register (using
-    `pairs`).
+    entries are rounded to the activations' dtype, and two are returned per register (using `pairs`).
     """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
@@ -55,14 +54,14 @@ class Table:
         return [halves[0] if self.bits == 8 else halves[0] | halves[1] << 16] * 4
 
     def pairs(self, words: list[Reg]) -> list[Reg]:
-        """Returns the values of adjacent codes, rounded to 16 bits and packed two per register."""
+        """Returns the values for adjacent codes, rounded to 16 bits and packed two per register."""
         entries = self._entries(words)
         if self.bits == 4:
             return entries
         return [low | high << 16 for low, high in zip(entries[::2], entries[1::2], strict=True)]
 
     def scaled(self, words: list[Reg], scale: Reg, shift: Reg | None) -> list[Reg]:
-        """Returns the float32 values of all codes, multiplied by `scale` and with `shift` added."""
+        """Returns the float32 values for all codes, multiplied by `scale` and with `shift` added."""
         return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in self._values(words)]
 
     def _entries(self, words: list[Reg]) -> list[Reg]:
@@ -82,7 +81,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 
 
 class Numbers:
-    """Scales or zero points in global memory, of which each thread only copies the words that it needs."""
+    """Scales or zero points in global memory, from which each thread only copies the words that it needs."""
 
     def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]

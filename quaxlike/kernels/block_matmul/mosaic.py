@@ -1,28 +1,28 @@
-"""The fused matmul with stored weights for few rows of activations, which is written as a per-thread program.
+"""The fused matmul with stored weights for few activation rows, which is written as a per-thread program.
 
-Each warp multiplies several tiles, each with 16 features of the result, by up to 64 rows of `x` (which we
+Each warp multiplies several tiles, each with 16 of the result's features, by up to 64 rows of `x` (which we
 call tokens), over its share of the contraction. A single `mma.sync` instruction contracts 16 elements. In
 order to make this fast, we do the following.
 
-- *Codes are read in their stored order.* Mathematically speaking, the terms of a contraction can be summed in
-    any order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
+- *Codes are read in their stored order.* Mathematically speaking, a contraction's terms can be summed in any
+    order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
     16·quad + 15 within a block of 64 columns of both `W` and `x`, regardless of the columns that the
     instruction assigns to it. For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight
     adjacent columns as features. Note that both operands must be permuted in the same way, because otherwise
     we would multiply elements that don't match.
 - *Each byte is decoded with a single lookup*, in a table with 256 entries (see `lookup`).
-- *Scales are applied to the accumulator*, provided that all 64 columns of a block share a scale, and that
-    there are no zero points. In this case we sum the products with the codes of a block separately, then
-    multiply by the scale when adding to the accumulator. This only needs one multiplication for every 64
-    weights. It is also more accurate, because scales are exact float32 numbers and only the codebook is
-    rounded, rather than every weight. In all other cases, values are scaled in float32 and then rounded once.
+- *Scales are applied to the accumulator*, provided that all 64 columns in a block share a scale, and that
+    there are no zero points. In this case we sum the products with a block's codes separately, then multiply
+    by the scale when adding to the accumulator. This only needs one multiplication for every 64 weights. It
+    is also more accurate, because scales are exact float32 numbers and only the codebook is rounded, rather
+    than every weight. In all other cases, values are scaled in float32 and then rounded once.
 - *Loads overlap with multiplications.* Each warp copies the tiles for its upcoming steps into a ring buffer
     in shared memory (see `staging`), without synchronising with other warps.
 
 Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
 GPU, then we also split the contraction between thread blocks. (We could use atomics to add up their results,
-but this wouldn't be deterministic. Instead each of them writes a separate float32 sum, and these are added in
-a fixed order afterwards.)
+but this wouldn't be deterministic. Instead each one writes a separate float32 sum, and these are added in a
+fixed order afterwards.)
 """
 
 import functools
@@ -42,7 +42,7 @@ _STAGES = 4
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Returns the number of words of shared memory to use.
+    """Returns how many words of shared memory to use.
 
     We first use these for tables and the ring buffer, and later for sums. The latter are indexed by warp,
     token and feature, and are padded so that stores avoid bank conflicts.
@@ -69,7 +69,7 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
 
 
 def stride(tiling: Tiling) -> int:
-    """Returns the stride between the sums of consecutive tokens, in words."""
+    """Returns the stride between consecutive tokens' sums, in words."""
     return tiling.rows + 4
 
 
@@ -79,9 +79,9 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     **Arguments:**
 
     - `refs`: the following arrays in global memory: `x`; the codes; the scales (if nested, these are codes,
-        absmax, offset and map); the zero points (if any); the values of the codes; for adapters, `t` and `b`,
-        as well as the adapters that each group of tokens uses and their number; and `out`. These are followed
-        by `shared_words` words of shared memory.
+        absmax, offset and map); the zero points (if any); the code values; for adapters, `t` and `b`, as well
+        as the adapters that each group of tokens uses and their number; and `out`. These are followed by
+        `shared_words` words in shared memory.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
@@ -113,7 +113,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class Warp:
-    """The position of a single thread, along with its part of the work of its warp, for `x @ W.T`."""
+    """The position of a single thread, along with its part of its warp's work, for `x @ W.T`."""
 
     def __init__(
         self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
@@ -146,44 +146,44 @@ class Warp:
 
     @property
     def rows(self) -> list[Reg]:
-        """The rows of `W` that this thread decodes."""
+        """The rows in `W` that this thread decodes."""
         # As with tokens, we clamp to the last row, and don't store any features past the end.
         first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
     def feature(self, tile: int, e: int) -> Reg:
-        """Returns the feature (relative to the thread block) of element `e` in the accumulator of a tile."""
+        """Returns the feature (relative to the thread block) of element `e` in a tile's accumulator."""
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """Returns the index of this step amongst the steps of all warps with the same features."""
+        """Returns this step's index amongst the steps of all warps with the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
-        """Returns the (clamped) index of part `i` in the contraction of a step, and whether it exists."""
+        """Returns the (clamped) index of part `i` in a step's contraction, and whether it exists."""
         part = self._share(step) * self.tiling.unroll + i
         parts = self.p.product.contracted // self.p.depth
         return lanes.minimum(part, parts - 1), part < parts
 
     def tile(self, step: Reg) -> tuple[Reg, Reg]:
-        """Returns the first row and the first column of `W` in a warp's tile for this step."""
+        """Returns the row and column in `W` at which a warp's tile for this step starts."""
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
-        """Returns the offset in shared memory of a warp's tile for this step."""
+        """Returns the shared-memory offset for a warp's tile in this step."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
         return stage + self.warp * self.layout.bytes + _tables(self.p)
 
     def fetch(self, step: Reg) -> None:
-        """Starts asynchronous copies of the tile for a step."""
+        """Starts asynchronously copying the tile for a step."""
         self.tiles.fetch(self.base(step), *self.tile(step))
 
     def lines(self, i: int) -> list[tuple[Reg, Reg]]:
-        """Returns the rows of a tile that this thread decodes for part `i`, as (position, row) pairs."""
+        """Returns the tile's rows that this thread decodes for part `i`, as (position, row) pairs."""
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """Returns the words that contain this thread's codes, in part `i` of a row of the tile."""
+        """Returns the words that contain this thread's codes, in part `i` of a tile's row."""
         bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
@@ -192,7 +192,7 @@ class Warp:
         return self.quad * 16 + BLOCK * i
 
     def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
-        """Returns the words of codes, the scale and the shift for each line in a part."""
+        """Returns the code words, the scale and the shift for each line in a part."""
         _, present = self._part(step, i)
         # Use a scale and shift of zero for parts past the end of the contraction, so that these don't
         # contribute.
@@ -240,7 +240,7 @@ class Warp:
         return [lanes.pack(a, b, self.p.dtype) for a, b in zip(low, high, strict=True)]
 
     def _activations(self, token: Reg, part: Reg) -> list[Reg]:
-        """Returns this thread's 16 columns of a block of activations, packed two per register."""
+        """Returns this thread's 16 columns in a block of activations, packed two per register."""
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
         if self.p.token_tiles == 1:
             return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
@@ -253,7 +253,7 @@ class Warp:
         ]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T` for every adapter used by this group of tokens.
+        """Adds `t @ b.T` for every adapter used by this token group.
 
         Thread `quad` reads columns 4·quad … 4·quad + 3 (out of 16) of both operands.
         """
@@ -292,11 +292,11 @@ class Warp:
 
 
 class _Transposed(Warp):
-    """The work for `x @ W`, where a warp has 64 columns of `W` as features and contracts 16 rows at a time.
+    """The work for `x @ W`, where a warp has 64 columns from `W` as features and contracts 16 rows at a time.
 
-    Each line consists of eight columns of a row. As rows have different scales, we can't scale the
-    accumulator. So we need to scale every value, then round it together with the value from another row that
-    shares its register.
+    Each line has eight columns of a row. As rows have different scales, we can't scale the accumulator. So we
+    need to scale every value, then round it together with the value from another row that shares its
+    register.
     """
 
     def feature(self, tile: int, e: int) -> Reg:
@@ -334,7 +334,7 @@ class _Transposed(Warp):
 
 
 def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
-    """Adds up the sums of all warps that have the same features, and stores the result."""
+    """Adds up the sums from all warps that have the same features, and stores the result."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):

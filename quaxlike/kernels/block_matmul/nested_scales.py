@@ -18,17 +18,17 @@ from .. import blockwise
 class NestedScales:
     """Block scales quantised to 8 bits each ("double quantisation"), given by `map[codes] * absmax + offset`.
 
-    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of
-    the memory for a quantised weight. For example, 4-bit codes with blocks of 64 amount to 4.13 bits per
-    weight, compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked
-    weights, all three arrays can have leading axes.
+    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of a
+    quantised weight's memory. For example, 4-bit codes in blocks of 64 amount to 4.13 bits per weight,
+    compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked weights, all
+    three arrays can have leading axes.
 
     **Arguments:**
 
     - `codes`: indices into the map (one byte per block), of shape `(*lead, blocks)`.
     - `absmax`: a float32 array of shape `(*lead, ceil(blocks / 256))`.
     - `offset`: a float32 array of shape `(*lead,)`.
-    - `quant_map`: the 256 values of the map, either as a tuple or as a float32 array without leading axes.
+    - `quant_map`: the map's 256 values, either as a tuple or as a float32 array without leading axes.
         Defaults to the signed dynamic map.
     """
 
@@ -83,7 +83,7 @@ class NestedScales:
 
     @property
     def table(self) -> Any:
-        """The 256 values of the map in float32."""
+        """The map's 256 values in float32."""
         if self.quant_map is None:
             return blockwise.dynamic_map()
         return np.asarray(self.quant_map, np.float32) if isinstance(self.quant_map, tuple) else self.quant_map
@@ -97,7 +97,7 @@ class NestedScales:
         return self.codes, self.absmax, self.offset, jnp.asarray(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        """Returns one or several of the operands.
+        """Returns one or several operands.
 
         This is for backward compatibility with version 0.1, in which kernels accepted a named tuple.
         """

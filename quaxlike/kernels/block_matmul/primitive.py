@@ -1,4 +1,4 @@
-"""Primitives for multiplying by a stored weight, with derivatives and a choice of backends.
+"""Primitives for multiplying by a stored weight, with derivatives and several backends.
 
 Their derivatives are themselves products with the same bytes (see `Product.transposed`), so that the backward
 pass does not need to store a dense weight.
@@ -230,7 +230,7 @@ def _partitioning(
 
 
 def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
-    """Returns the parameters that correspond to a device's shard of the weight."""
+    """Returns the parameters that correspond to a device's weight shard."""
     return {"decode": decode, "product": decode.local(leaves, product), **params}
 
 
@@ -273,7 +273,7 @@ def block_matmul(
 ) -> Float[Array, "*batch free"]:
     """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight in any format.
 
-    On a CPU this never materialises `W`, whilst on a GPU it materialises at most 128 MiB of it at a time. The
+    On a CPU this never materialises `W`, whilst on a GPU it materialises at most 128 MiB at a time. The
     result is differentiable with respect to `x` and `low_rank`, and with respect to all leaves in which
     `decode` is differentiable.
 
@@ -282,9 +282,9 @@ def block_matmul(
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
     - `leaves`: the arrays from which `decode` obtains `W`: codes, scales, minima.
     - `decode`: decodes the leaves to `W`, and describes their layout to the kernels.
-    - `shape`: the shape `(N, K)` of `W`.
-    - `block_size`: the number of codes that share a scale.
-    - `transpose`: whether to contract over `N` instead of `K`.
+    - `shape`: `W`'s shape `(N, K)`.
+    - `block_size`: how many codes share a scale.
+    - `transpose`: whether to contract over `N` rather than `K`.
     - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
         `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
@@ -292,7 +292,7 @@ def block_matmul(
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the last axis of `x` does not match the contracted axis of `W`.
+    **Raises:** `ValueError` if `x`'s last axis does not match the contracted axis in `W`.
     """
     primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
     check_x(primitive.name, x, shape, transpose)
@@ -303,7 +303,7 @@ def block_matmul(
 
 
 def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
-    """Raises a `ValueError` if the last axis of `x` does not match the contracted axis of `W`."""
+    """Raises a `ValueError` if `x`'s last axis does not match the contracted axis in `W`."""
     contracted = shape[0] if transpose else shape[1]
     if x.ndim == 0 or x.shape[-1] != contracted:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The description of a product with a stored weight, and the decoders for that weight.
+"""Describes a product with a stored weight, and decodes that weight.
 
 There are two decoders: `Nibbles` for 4-bit codes whose blocks can cross rows, and `Rows` for rows of codes in
 any codec. A decoder is a static parameter of the primitive, and decodes the leaves of a weight `W` to
@@ -7,18 +7,17 @@ float32. It has the following methods and attributes:
 - `tiles(start, rows)` decodes `rows` rows, starting at row `start` (which must be even), as `stride`
     interleaved planes: columns 0, stride, …; columns 1, stride + 1, …; and so on. The planes are left as they
     are, because interleaving them would be as expensive as decoding.
-- `matrix` decodes `W`, or a slice of its rows or columns, whose bounds must be multiples of `aligned`.
+- `matrix` decodes `W`, or a slice of its rows or columns. `aligned` must divide the slice's bounds.
 - `scaled_rows` returns `W` as values that are exactly representable in any floating dtype, together with one
     scale per row; `None` if there is no such representation.
-- `stored` returns the product along with the details of the layout that kernels need, or `None` if no kernel
+- `stored` returns the product along with the layout details that kernels need, or `None` if no kernel
     supports it. `operands` returns the corresponding codes, scales, value table and zero points. Passing
-    `decoded` converts scales and zero points to float32, for those kernels that do not support anything else.
-- `dimensions` is used for `Partitioning`. It returns a name for each dimension of the leaves (n and k for
-    those of `W`), and the names over which shards can be summed. `None` leaves partitioning to XLA. `local`
-    returns the product for a single shard.
-- `name` is the name of the primitive. `linear` is whether `W` is a linear function of each of its
-    floating-point leaves. `fuses` is whether the compilers for GPUs and TPUs fuse decoding into a product
-    with few rows.
+    `decoded` converts scales and zero points to float32, for kernels that do not support anything else.
+- `dimensions` is used for `Partitioning`. It returns a name for each leaf dimension (n and k if it is a
+    dimension of `W`), and the names over which shards can be summed. `None` leaves partitioning to XLA.
+    `local` returns the product for a single shard.
+- `name` is the primitive's name. `linear` is whether `W` is linear in each of its floating-point leaves.
+    `fuses` is whether the compilers for GPUs and TPUs fuse decoding into a product with few rows.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Either `x @ W.T` or `x @ W`, along with the encoding of `W` in terms of codes and scales:
+    """Either `x @ W.T` or `x @ W`, along with how codes and scales encode `W`:
 
         value = scale · table[code]
         value = scale · (table[code] - zero)     zeros = "points"
@@ -49,15 +48,15 @@ class Product:
 
     **Attributes:**
 
-    - `shape`: the shape `(N, K)` of `W`.
-    - `block_size`: the number of codes that share a scale.
+    - `shape`: `W`'s shape `(N, K)`.
+    - `block_size`: how many codes share a scale.
     - `transpose`: whether to contract over `N`, as in `x @ W`.
-    - `out_dtype`: the dtype of the result.
-    - `bits`: the number of bits per code, either 4 or 8.
+    - `out_dtype`: the result's dtype.
+    - `bits`: bits per code, either 4 or 8.
     - `bias`: the offset for which `code = table[code] + bias`, or `None` if values must be looked up in the
         table.
-    - `low_first`: whether the first of the two codes in a byte is in its low nibble.
-    - `scales`: `"float"` for scales of any floating dtype. Scales can also be bytes, in which case this is
+    - `low_first`: whether a byte's first code is in its low nibble.
+    - `scales`: `"float"` for scales in any floating dtype. Scales can also be bytes, in which case this is
         `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
     - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` that each have a float32 scale, or
@@ -87,7 +86,7 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes per row of codes, provided that each row starts on a byte boundary."""
+        """The number of bytes per row, provided that each row starts on a byte boundary."""
         return self.shape[1] * self.bits // 8
 
     @property
@@ -97,7 +96,7 @@ class Product:
 
     @property
     def row_blocks(self) -> int:
-        """The number of scales per row, provided that each row starts on a block boundary."""
+        """How many scales each row has, provided that each row starts on a block boundary."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
@@ -149,7 +148,7 @@ class Nibbles:
             return [table[pairs] * scale for table in tables]
 
         def paired(start: Array | int, rows: int) -> list[Array]:
-            """Returns rows of `W` as their even and odd columns, each of shape (rows, K / 2)."""
+            """Returns rows of `W` as their even and odd columns, each with shape (rows, K / 2)."""
             pairs = lax.dynamic_slice_in_dim(packed.reshape(n, k // 2), start, rows)
             span = math.gcd(k, block)  # the longest run that divides both rows and blocks
             runs = start * (k // span) + jnp.arange(rows * (k // span))

@@ -1,7 +1,7 @@
-"""The reference implementation of the product with a stored weight, in plain JAX, which kernels must match.
+"""The reference implementation for products with a stored weight, in plain JAX, which kernels must match.
 
 XLA does not fuse decoding into a dot on CPUs. We therefore decode just a few rows at a time, as a tile that
-stays in cache, so that a dense copy of the weight is never materialised.
+stays in cache, so that the dense weight is never materialised.
 """
 
 import functools
@@ -72,7 +72,7 @@ def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
 def tiled(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` a few rows at a time, to the precision of `x`, and accumulates in at least float32."""
+    """Decodes `W` a few rows at a time, to `x`'s precision, and accumulates in at least float32."""
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1])
@@ -92,7 +92,7 @@ def tiled(
 def whole(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` to the dtype of `x` in a single expression, which some compilers will fuse into the dot."""
+    """Decodes `W` to `x`'s dtype in a single expression, which some compilers will fuse into the dot."""
     if (parts := scaled_outside(x, leaves, decode, product)) is None:
         return times(x, decode.matrix(leaves, product), product)
     return times_scaled(x, *parts, product)
@@ -101,11 +101,11 @@ def whole(
 def scaled_outside(
     x: Array, leaves: Sequence[Any], decode: Decode, product: Product
 ) -> tuple[Array, Array] | None:
-    """Returns values and row scales, if it is possible to scale `x` or the result instead of the weight.
+    """Returns values and row scales, if it is possible to scale `x` or the result rather than the weight.
 
     XLA is able to fuse a cast into the dot, but not a multiplication by scales, for which it would write out
-    the dense weight. We don't do this for float16 when contracting over rows, because there the product of a
-    small cotangent and a scale can underflow.
+    the dense weight. We don't do this for float16 when contracting over rows, because there multiplying a
+    small cotangent by a scale can underflow.
     """
     return None if product.transpose and x.dtype == np.float16 else decode.scaled_rows(leaves)
 
@@ -113,7 +113,7 @@ def scaled_outside(
 def times_scaled(
     x: Float[Array, "*batch contracted"], values: Array, scale: Float[Array, "n 1"], product: Product
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by a weight of values and row scales, applying the scales outside of the dot."""
+    """Multiplies `x` by a weight given as values and row scales, applying the scales outside the dot."""
     dtype = accumulator_dtype(x.dtype)
     scale = scale.reshape(*[1] * (x.ndim - 1), values.shape[0]).astype(dtype)
     if product.transpose:
@@ -124,7 +124,7 @@ def times_scaled(
 def times(
     x: Float[Array, "*batch contracted"], w: Num[Array, "n k"], product: Product, dtype: Any = None
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by `W` (or by some of its rows or columns), with the result in `dtype`.
+    """Multiplies `x` by `W` (or by some rows or columns), with the result in `dtype`.
 
     If `dtype` is `None`, accumulates in at least float32 and then rounds to the product's dtype.
     """
@@ -191,7 +191,7 @@ def contract_rows(
 
 
 def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Rounds `values` to the precision of a floating `dtype`, without changing their dtype."""
+    """Rounds `values` to a floating `dtype`'s precision, without changing their dtype."""
     info = jnp.finfo(dtype)
     # Not `values.astype(dtype).astype(values.dtype)`, as XLA would elide the pair of casts.
     return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
@@ -203,7 +203,7 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
-    """Returns the number of tiles and the (even) number of rows per tile. Any rest is less than a tile."""
+    """Returns the number of tiles and the (even) row count per tile. Any rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
     # Never decode a large weight in one go, as XLA would then keep it alive until the backward pass.

@@ -1,12 +1,12 @@
-"""Stages codes, scales and zero points in shared memory, using asynchronous copies ahead of their use.
+"""Stages codes, scales and zero points in shared memory, using asynchronous copies issued ahead of time.
 
 On a multiprocessor, copying 4 bytes takes nearly as long as copying 16 bytes. (We measured this on an H200.)
-If there are few tokens then a product is limited by the number of copies. For this reason, all threads of a
-warp copy its tile of the weight together using the widest possible instructions, and afterwards each thread
+If there are few tokens then a product is limited by how many copies there are. For this reason, all threads
+in a warp copy its weight tile together using the widest possible instructions, and afterwards each thread
 reads what it decodes.
 
 The layout is swizzled to avoid bank conflicts. Importantly, copies and reads must use the same swizzle,
-because otherwise a thread would decode the codes of a different row.
+because otherwise a thread would decode a different row's codes.
 """
 
 import math
@@ -26,11 +26,11 @@ class Field(NamedTuple):
 
     **Attributes:**
 
-    - `divisor`: how many scales or zero points share an element of the array.
-    - `size`: the size of an element in bytes.
-    - `words`: the number of words per row.
-    - `at_once`: the number of words that a thread copies with one instruction.
-    - `regular`: whether the first word of every row starts with the tile's first element.
+    - `divisor`: how many scales or zero points share an array element.
+    - `size`: an element's size in bytes.
+    - `words`: how many words each row has.
+    - `at_once`: how many words a thread copies with one instruction.
+    - `regular`: whether every row's first word starts with the tile's first element.
     """
 
     divisor: int
@@ -65,12 +65,12 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """Returns the number of bytes per tile. We round up, so that each thread has a slot to copy to."""
+        """Returns how many bytes a tile takes. We round up, so that each thread has a slot to copy to."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
 class TileLayout:
-    """The layout of a warp's tile in shared memory, which consists of codes, scales and zero points."""
+    """The layout of a warp's tile in shared memory, which contains codes, scales and zero points."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
         self.p, bits = p, p.product.bits
@@ -88,7 +88,7 @@ class TileLayout:
         return self.rows * self.row_bytes + sum(f.bytes(self.rows) for fields in self.fields for f in fields)
 
     def starts(self, base: Reg) -> list[list[Reg]]:
-        """Returns the offset of each field in a tile."""
+        """Returns each field's offset in a tile."""
         at, out = self.rows * self.row_bytes, []
         for fields in self.fields:
             out.append([])
@@ -98,7 +98,7 @@ class TileLayout:
         return out
 
     def swizzle(self, place: Reg) -> Reg:
-        """Returns the number to XOR the chunk indices of a row with, to avoid bank conflicts between rows."""
+        """Returns the number to XOR a row's chunk indices with, to avoid bank conflicts between rows."""
         line = place * self.row_bytes // 128 if self.row_bytes < 128 else place
         return line * self.span % self.chunks
 
@@ -108,7 +108,7 @@ class TileLayout:
 
 
 class StagedTiles:
-    """Copies the tiles of a warp to shared memory, then reads back the parts that each thread needs."""
+    """Copies a warp's tiles to shared memory, then reads back the parts that each thread needs."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class StagedTiles:
         self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
 
     def fetch(self, base: Reg, row: Reg, column: Reg) -> None:
-        """Starts copying the tile at this row and column of the weight, padding with zeros past the end."""
+        """Starts copying the tile at this row and column in the weight, padding with zeros past the end."""
         layout, product = self.layout, self.layout.p.product
         n, k = product.shape
         per_chunk = _CHUNK * 8 // product.bits
@@ -163,12 +163,12 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """Returns the word with the first byte of the scale or zero point at this row and column."""
+        """Returns the word in which the scale or zero point at this row and column starts."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 
     def words(self, base: Reg, place: Reg, chunk: Reg, inner: Reg, count: int) -> list[Reg]:
-        """Reads `count` words of codes, starting from byte `inner` of a (swizzled) chunk."""
+        """Reads `count` code words, starting from byte `inner` in a (swizzled) chunk."""
         at = base + place * self.layout.row_bytes + chunk * _CHUNK + inner
         return self.shared.load(at, "u32", count)
 

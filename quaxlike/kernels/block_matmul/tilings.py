@@ -14,11 +14,11 @@ class Tiling:
 
     **Attributes:**
 
-    - `row_tiles`: the number of tiles (of 16 features each) per warp. Always 4 for `x @ W`.
-    - `row_warps`: the number of adjacent warps along the features.
-    - `k_warps`: the number of warps that the contraction for the same features is split between.
-    - `unroll`: the number of blocks of 64 columns (or 16 rows for `x @ W`) that a warp processes per step.
-    - `splits`: the number of thread blocks that the contraction is split between. Each writes a separate sum.
+    - `row_tiles`: how many tiles (of 16 features each) a warp has. Always 4 for `x @ W`.
+    - `row_warps`: how many warps are adjacent along the features.
+    - `k_warps`: how many warps the contraction for the same features is split between.
+    - `unroll`: how many blocks of 64 columns (or 16 rows for `x @ W`) a warp processes per step.
+    - `splits`: how many thread blocks the contraction is split between. Each writes a separate sum.
     """
 
     row_tiles: int
@@ -37,16 +37,16 @@ class Tiling:
 
 
 class Problem(NamedTuple):
-    """The sizes and dtypes of a product.
+    """A product's sizes and dtypes.
 
     **Attributes:**
 
-    - `product`: the shape of `W`, and how it is stored.
+    - `product`: `W`'s shape, and how it is stored.
     - `m`: the number of tokens. If there are more than `group_size`, then these are divided into groups,
         which are handled by different thread blocks.
-    - `dtype`: the dtype of the activations, either bfloat16 or float16.
-    - `out_dtype`: the dtype in which to store the terms of the result.
-    - `adapters`, `rank`: the sizes of the low-rank term, if any. The rank is a multiple of 16.
+    - `dtype`: the activations' dtype, either bfloat16 or float16.
+    - `out_dtype`: the dtype in which to store the result's terms.
+    - `adapters`, `rank`: the low-rank term's sizes, if any. The rank is a multiple of 16.
     - `scales`, `zeros`: how scales and zero points are stored, as keys of `lookup.SIZES`.
     """
 
@@ -114,5 +114,5 @@ def tiling_for(p: Problem) -> Tiling:
 
 
 def blocks(p: Problem, tiling: Tiling) -> int:
-    """Returns the number of thread blocks to launch."""
+    """Returns how many thread blocks to launch."""
     return -(-p.product.free // tiling.rows) * p.groups * tiling.splits

@@ -1,14 +1,14 @@
 """The matmul with stored weights on TPUs.
 
-Codes are used in their stored layout. If a byte packs two codes, then these are two adjacent columns of a row
-of `W`. As bytes are laid out along lanes, one nibble of every byte belongs to an even column and the other to
-an odd column. We multiply one of these planes by the even columns of `x` and the other one by the odd
-columns. This means that we don't have to interleave them, which would be expensive.
+Codes are used in their stored layout. If a byte packs two codes, then these are two adjacent columns in a row
+of `W`. As bytes are laid out along lanes, one nibble in every byte belongs to an even column and the other to
+an odd column. We multiply one plane by the even columns of `x` and the other one by the odd columns. This
+means that we don't have to interleave them, which would be expensive.
 
-Values of 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
-the 128 lanes of a register, as are values of 8-bit codes, and those of all codes prior to TPU v5. Lookups
-along lanes are several times as expensive if the indices differ between the rows of a register. Integer codes
-don't require a table.
+Values for 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
+a register's 128 lanes, as are values for 8-bit codes, and (prior to TPU v5) for all codes. Lookups along
+lanes are several times as expensive if the indices differ between a register's rows. Integer codes don't
+require a table.
 """
 
 import functools
@@ -119,7 +119,7 @@ class _Weight(NamedTuple):
         return self.product.block_size * self.product.bits // 8
 
     def specs(self, place: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """Returns the operands' block specs. `place` maps a grid index to the row and column of a tile."""
+        """Returns the operands' block specs. `place` maps a grid index to a tile's row and column."""
         import jax.experimental.pallas as pl
 
         scales_in_tile = self.tile_bytes // self.block_bytes
@@ -135,7 +135,7 @@ class _Weight(NamedTuple):
         ]
 
     def decode(self, refs: Sequence[Any], k: Any, dtype: Any) -> Iterator[tuple[Any, list[Array]]]:
-        """Yields slices of 128 bytes of a tile's rows, along with their decoded columns in each plane."""
+        """Yields 128-byte slices of a tile's rows, along with their decoded columns in each plane."""
         packed, table, *of_blocks = refs
         lane = lax.broadcasted_iota(jnp.int32, (self.tile_n, _LANES), 1)
         for start in range(0, self.tile_bytes, _LANES):
@@ -152,7 +152,7 @@ class _Weight(NamedTuple):
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
-        """Looks up the float32 values of codes."""
+        """Looks up float32 values for codes."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
         if table.shape[0] > 1:
@@ -238,7 +238,7 @@ def _forward(
 def _transposed(
     x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool
 ) -> Sequence[Array]:
-    """Computes the planes of columns of `x @ W`, without interleaving them."""
+    """Computes the column planes of `x @ W`, without interleaving them."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -286,7 +286,7 @@ def _looks_up_along_sublanes(interpret: bool) -> bool:
 
 
 def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
-    """Gathers from a table along an axis, using indices of the same shape."""
+    """Gathers from a table along an axis, using indices with the same shape."""
     return jnp.take_along_axis(table, index, axis=axis, mode="promise_in_bounds")
 
 
@@ -298,7 +298,7 @@ def _compiler_params() -> Any:
 
 
 def _dot(x: Array, w: Array, axis: int) -> Array:
-    """Contracts the last axis of `x` with the given axis of `w`."""
+    """Contracts `x`'s last axis with the given axis of `w`."""
     # By default, TPUs would round float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(

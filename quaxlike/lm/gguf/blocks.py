@@ -43,7 +43,7 @@ def _nibbles(qs: np.ndarray) -> np.ndarray:
     """Unpacks nibbles.
 
     Note that adjacent codes aren't stored in the same byte. Instead, the low nibbles hold the first half of
-    the codes, and the high nibbles hold the second half.
+    the codes, and the high nibbles hold the second.
     """
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
@@ -64,10 +64,10 @@ def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
-    """Returns functions that read and write blocks of 32 codes.
+    """Returns functions that read and write 32-code blocks.
 
-    Each block consists of a scale, followed by a minimum and the fifth bit of each code (both of these are
-    optional), followed by nibbles.
+    Each block has a scale, followed by a minimum and each code's fifth bit (both optional), followed by
+    nibbles.
     """
     start = 4 if minimum else 2
 
@@ -93,7 +93,7 @@ def _as_q8_0(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray]
 
 
 def _planes_of_2(qs: np.ndarray) -> np.ndarray:
-    """Unpacks 2-bit codes into (blocks, 256). Every 32 bytes store four bit planes of 32 codes each."""
+    """Unpacks 2-bit codes into (blocks, 256). Every 32 bytes store four bit planes with 32 codes each."""
     halves = qs.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (halves & 3).reshape(-1, 256)
 
@@ -218,7 +218,7 @@ BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
 def read_blocks(
     kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None, columns: Any = None
 ) -> BlockArray:
-    """Decodes an array of the given shape from the raw bytes (uint8) of its blocks.
+    """Decodes an array of the given shape from its blocks' raw bytes (uint8).
 
     If `rows` and `columns` are given, then the stored array is permuted by these. As no block spans several
     rows, we can permute rows by just moving their bytes. Columns are permuted in the same way if this doesn't
@@ -244,17 +244,17 @@ def read_blocks(
 
 
 def _whole_blocks(columns: np.ndarray, elements: int) -> np.ndarray | None:
-    """Returns the order of blocks that corresponds to an order of columns; None if this splits any block."""
+    """Returns the block order that corresponds to a column order; None if this splits any block."""
     blocks = columns.reshape(-1, elements)
     order = blocks[:, 0] // elements
     return order if np.array_equal(blocks, order[:, None] * elements + np.arange(elements)) else None
 
 
 def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None) -> Any:
-    """Returns how to index the stored blocks of each row, so that the result has these columns of `w`.
+    """Returns how to index each row's stored blocks, so that the result has these columns of `w`.
 
-    Returns None if this isn't possible, because the columns of a single block of the result would come from
-    several of the stored blocks.
+    Returns None if this isn't possible, because a single block's columns in the result would come from
+    several stored blocks.
     """
     if w.order is None and columns is None:
         return slice(None)

@@ -41,10 +41,10 @@ def config_of(
     """Converts a GGUF file's metadata to the equivalent of transformers' `config.json`.
 
     `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor; we need this because the
-    scaling factors of the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
+    scaling factors for the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
     the architecture is unknown.
 
-    **Raises:** `CheckpointError` if the value of any key has the wrong type.
+    **Raises:** `CheckpointError` if any key's value has the wrong type.
     """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     if family is None or family.gguf is None:
@@ -171,7 +171,7 @@ _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scal
 
 
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
-    """Warns about unrecognised keys that start with the prefix of the architecture.
+    """Warns about unrecognised keys that start with the architecture's prefix.
 
     This is because any such key might change the model in a way that we don't know about.
     """
@@ -268,10 +268,10 @@ _LOG = "yarn_log_multiplier"
 
 
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Reads all of YaRN's parameters apart from its scaling factor.
+    """Reads all YaRN parameters apart from the scaling factor.
 
     Note that llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor
-    that YaRN derives from `factor`, whereas the `attention_factor` of transformers is the product of the two.
+    that YaRN derives from `factor`, whereas the `attention_factor` in transformers is their product.
     """
     keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
@@ -292,7 +292,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Inverts `_yarn`, by converting the YaRN entries of a `config.json` to GGUF metadata."""
+    """Inverts `_yarn`, by converting the YaRN entries in a `config.json` to GGUF metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:

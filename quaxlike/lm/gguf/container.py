@@ -244,7 +244,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
 ) -> dict[str, _Tensor]:
-    """Locates each tensor, raising an error if any of them overlap or extend past the end of the file."""
+    """Locates each tensor, raising an error if any overlap or extend past the end of the file."""
     path = file.path
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:

@@ -1,4 +1,4 @@
-"""Encoding and decoding of a GGUF file's key-value pairs.
+"""Encodes and decodes a GGUF file's key-value pairs.
 
 Files are untrusted, so every count is checked against the file size before allocating any memory.
 """
@@ -64,7 +64,7 @@ class Cursor:
         return self._file.read(count)
 
     def expect(self, count: int, each: int, what: str) -> None:
-        """Checks that the rest of the file is large enough for `count` items of at least `each` bytes."""
+        """Checks that the rest of the file is large enough for `count` items with at least `each` bytes."""
         if count * each > self._size - self.at:
             raise file_error(self.path, None, f"claims {count:,} {what}, which the file has no room for")
 
@@ -193,7 +193,7 @@ def _smallest(least: int, most: int, *dtypes: str) -> str:
 
 
 def _as_dtype(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Casts to a dtype, raising `OverflowError` if any of the values don't fit."""
+    """Casts to a dtype, raising `OverflowError` if any values don't fit."""
     given = np.asarray(value)
     with np.errstate(over="ignore", invalid="ignore"):
         out = given.astype(dtype)

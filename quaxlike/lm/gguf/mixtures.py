@@ -1,4 +1,4 @@
-"""Selects the type of every weight in a GGUF file, given either a single type or a recipe."""
+"""Selects the type for every weight in a GGUF file, given either a single type or a recipe."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ _OUTPUTS = {"mxfp4": "q8_0"} | dict.fromkeys(
 
 
 def type_of(text: str | Path) -> str | Recipe:
-    """Parses a command-line argument: the name of a type or a recipe, or the path of a recipe file.
+    """Parses a command-line argument: the name of a type or recipe, or the path to a recipe file.
 
     **Raises:** `ValueError` if the file is damaged, or if the name is unknown (listing any similar names).
     """
@@ -51,7 +51,7 @@ def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
     **Arguments:**
 
     - `model`: a model, whose arrays can be `jax.ShapeDtypeStruct`s.
-    - `quantize`: one of `TYPES`, a recipe for [`quaxlike.quantize`][], or the name of a recipe.
+    - `quantize`: one of `TYPES`, a recipe for [`quaxlike.quantize`][], or a recipe's name.
 
     **Raises:** `ValueError` if the name is unknown, if a rule doesn't match anything, or if GGUF has no type
     for a scheme.

@@ -1,8 +1,8 @@
-"""Conversion of tensors between llama.cpp's and transformers' conventions.
+"""Converts tensors between llama.cpp's and transformers' conventions.
 
 llama.cpp has separate stacks for the gate and up projections, of shape `(experts, out, in)`, whereas
 transformers concatenates them into a single stack. (For GPT-OSS it interleaves them, in a stack of shape
-`(experts, in, out)`.) Some of llama.cpp's files also permute the rows of q and k.
+`(experts, in, out)`.) Some llama.cpp files also permute the rows of q and k.
 """
 
 import re
@@ -41,7 +41,7 @@ _IN_BLOCK = {
 
 
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
-    """Looks up the model family of a file. Returns None if its architecture is unknown."""
+    """Looks up a file's model family. Returns None if its architecture is unknown."""
     name = metadata.get("general.architecture")
     known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
     marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]
@@ -99,7 +99,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 
 
 def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
-    """Returns the names of the llama.cpp tensors that store an array. There can be several of these."""
+    """Returns the names of the llama.cpp tensors that store an array. There can be several."""
     found = _in_layer(name, family)
     if family is None or found is None or found[1] not in (parts := _joined(family)):
         return (llama_cpp_name(name, family),)
@@ -107,7 +107,7 @@ def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
 
 
 def joined_by(name: str, family: Family | None) -> str:
-    """Returns how the rows of an array are distributed over several tensors, as a name in `ORDERS`.
+    """Returns how an array's rows are distributed over several tensors, as a name in `ORDERS`.
 
     This is empty if the array is just a single tensor, and also for experts, as their rows aren't reordered.
     """
@@ -154,7 +154,7 @@ _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
-    """Converts one or more of llama.cpp's expert tensors to a single array in transformers' layout.
+    """Converts one or more llama.cpp expert tensors to a single array in transformers' layout.
 
     `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out, in)`, and biases
     are `(experts, out)`. If `interleaved`, then transformers' layout alternates between the two projections,
@@ -184,9 +184,9 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
 
 def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Inverts `stack_experts`, by returning a function to extract each of llama.cpp's tensors.
+    """Inverts `stack_experts`, by returning a function to extract each llama.cpp tensor.
 
-    `n_axes` is the number of axes of the array. The result is empty if the array is stored unchanged.
+    `n_axes` is how many axes the array has. The result is empty if the array is stored unchanged.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same

@@ -1,8 +1,8 @@
 """Conversion between the tokeniser stored in a GGUF file and a `tokenizer.json`, as used by `tokenizers`.
 
 This follows `src/llama-vocab.cpp` and `conversion/base.py` in <https://github.com/ggml-org/llama.cpp>.
-However, their converter copies scores from SentencePiece's model file, whereas we recover them from the order
-of the merges, which SentencePiece derived from the scores.
+However, their converter copies scores from SentencePiece's model file, whereas we recover them from the merge
+order, which SentencePiece derived from the scores.
 """
 
 import itertools
@@ -219,7 +219,7 @@ def vocabulary_of(
     """Converts a checkpoint's tokeniser, chat templates and name to GGUF metadata.
 
     End-of-text tokens are not included; these are handled by `ends_in_vocabulary`. GGUF requires a token for
-    each of the `rows` of the embedding, so we pad the vocabulary with unused tokens.
+    each of the embedding's `rows`, so we pad the vocabulary with unused tokens.
 
     **Raises:** `FileNotFoundError` if there is no `tokenizer.json`. `CheckpointError` if it is damaged, or if
     llama.cpp would tokenise differently.
@@ -253,7 +253,7 @@ def vocabulary_of(
 def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
     """Chooses the model's name, in which llama.cpp looks for "phi-3".
 
-    If it is found, then tokens absorb any whitespace that follows them (`rstrip`), and models of any other
+    If it is found, then tokens absorb any whitespace that follows them (`rstrip`), and models with any other
     architecture fail to load.
     """
     name = folder.resolve().name
@@ -295,7 +295,7 @@ def _merge(merge: Any) -> tuple[str, str] | None:
 def _tokens(
     path: Path, described: Mapping[str, Any], vocab: Mapping[str, int], rows: int
 ) -> tuple[list[str], list[int], dict[str, int]]:
-    """Returns the text and kind of every token, along with the IDs of added tokens."""
+    """Returns every token's text and kind, along with the IDs of added tokens."""
     texts: dict[int, str] = {}
     kinds: dict[int, int] = {}
     added: dict[str, int] = {}
@@ -380,7 +380,7 @@ def _sentencepiece_keys(
     kinds: list[int],
     added: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Computes scores that decrease in the order of the merges. Note that this modifies `kinds` in place."""
+    """Computes scores that decrease in merge order. Note that this modifies `kinds` in place."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
@@ -490,8 +490,8 @@ def _special(
 ) -> dict[str, int]:
     """Finds the special tokens.
 
-    These can be specified in several places. We prefer the post-processor to the configuration of the
-    tokeniser, and either of these to the configuration of the model.
+    These can be specified in several places. We prefer the post-processor to the tokeniser's configuration,
+    and either to the model configuration.
     """
     found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():

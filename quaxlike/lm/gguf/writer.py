@@ -27,8 +27,8 @@ _ALIGNMENT = 32
 class _Kind(NamedTuple):
     """A tensor type.
 
-    This consists of its number, the number of the file type for files that mostly use it, its elements and
-    bytes per block, and the codecs or dtype that it can store.
+    This contains its number, the file type's number for files that mostly use it, its elements and bytes per
+    block, and the codecs or dtype that it can store.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Mixture(NamedTuple):
 
     **Attributes:**
 
-    - `kinds`: maps the names of individual arrays to types.
+    - `kinds`: maps individual arrays' names to types.
     - `rest`: the type for all other arrays. If None, then these are not converted.
     - `output`: the type for the output layer, unless it appears in `kinds`. If None, then it is treated like
         any other array.
@@ -117,8 +117,8 @@ def write(
 ) -> None:
     """Writes a GGUF file from metadata and from arrays keyed by llama.cpp's tensor names.
 
-    `mixture` specifies the type of each weight; by default, arrays aren't converted. As in llama.cpp, vectors
-    and routers are stored in float32, and rows that aren't a multiple of the block size use a fallback type.
+    `mixture` specifies each weight's type; by default, arrays aren't converted. As in llama.cpp, vectors and
+    routers are stored in float32, and rows that aren't a multiple of the block size use a fallback type.
 
     **Raises:** `CheckpointError` if an array or a key can't be stored in a GGUF file.
     """
@@ -267,7 +267,7 @@ def _kind(
 
 
 def _is_stored(value: Any, kind: str, columns: np.ndarray | None) -> bool:
-    """Returns whether the codes and scales of these columns can be written unchanged as this type."""
+    """Returns whether the codes and scales for these columns can be written unchanged as this type."""
     if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs:
         return False
     elements, inner = _KINDS[kind].elements, value.inner_shape

@@ -1,7 +1,7 @@
 """The decoder-only transformer. There is a single model for every architecture in the table.
 
 Arrays are named as in transformers' checkpoints, so that we don't need to translate names when loading them.
-Tokens only attend to earlier tokens of the same segment. Importantly, the mask, the positions and the cache
+Tokens only attend to earlier tokens in the same segment. Importantly, the mask, the positions and the cache
 must always be consistent with each other: otherwise generating a text token by token would give different
 results to calling the model once on the whole text.
 """
@@ -105,10 +105,10 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
         """Computes the hidden states of the tokens at position `start` onwards and updates the memory.
 
         `seen` is False for padding. If there is a memory (see `Decoder.memory`) then it covers all positions
-        in there, and otherwise only those in `ids`. It's okay for `ids` to end in padding, but it must then
-        be masked out, as not every mixer can overwrite a token that it has already consumed.
+        in there, and otherwise only the positions in `ids`. It's okay for `ids` to end in padding, but it
+        must then be masked out, as not every mixer can overwrite a token that it has already consumed.
 
-        Some rotary frequencies depend on the `length` of the text, which defaults to the number of unmasked
+        Some rotary frequencies depend on the text's `length`, which defaults to the number of unmasked
         tokens. `segments` is as in `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
@@ -148,7 +148,7 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
     def _contexts(
         self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """Creates the contexts for layers with full attention and (if any) for those with sliding windows.
+        """Creates the contexts for layers with full attention and (if any) layers with sliding windows.
 
         Everything in here is the same for all layers of one kind, and so only needs to be computed once.
         `places` is as in `Sight.of`.
@@ -177,8 +177,8 @@ class AbstractDecoder(Part, roles="model"):
         **Arguments:**
 
         - `ids`, `seen`: as in `__call__`.
-        - `segments`: the segment id of each token. Texts with different ids don't attend to each other, and
-            the positions of each start from 0. Default: a single text.
+        - `segments`: each token's segment id. Texts with different ids don't attend to each other, and each
+            text's positions start from 0. Default: a single text.
         """
         return self.body(ids, seen, segments=segments)[0]
 
@@ -201,8 +201,8 @@ class AbstractDecoder(Part, roles="model"):
         """Stacks all layers into a single one, which is then scanned over. See [`quaxlike.stack_layers`][].
 
         This compiles much faster, so it's what `quaxlike.lm.finetune` uses. For generation you should prefer
-        a list, because a scan copies the weights of each layer out of the stack. If there's just one token
-        then this copy is more expensive than the matrix-vector products themselves.
+        a list, because a scan copies each layer's weights out of the stack. If there's just one token then
+        this copy is more expensive than the matrix-vector products themselves.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
@@ -296,8 +296,8 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the dtype of the
-            model.
+        - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the model's
+            dtype.
 
         **Returns:** a PyTree. (To find out how much memory this takes, call [`quaxlike.summary`][] on it.)
         """
@@ -325,11 +325,11 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
-    """Returns a function that maps the kind of a layer to its context.
+    """Returns a function that maps a layer's kind to its context.
 
-    If all layers are of the same kind, then their window is static. However even then we index into stacked
-    contexts. Without this, XLA would notice that the masks of all blocks only depend on the context, hoist
-    them out of the loop over layers, and keep all of them in memory.
+    If all layers have the same kind, then their window is static. However even then we index into stacked
+    contexts. Without this, XLA would notice that the masks for all blocks only depend on the context, hoist
+    them out of the loop over layers, and keep them all in memory.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
@@ -342,7 +342,7 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """Computes the position of each token within its segment, along with the largest such position."""
+    """Computes each token's position within its segment, along with the largest such position."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)

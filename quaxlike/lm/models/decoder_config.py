@@ -1,4 +1,4 @@
-"""Parses the `config.json` of a decoder into the entries that we use, plus some values derived from them."""
+"""Parses a decoder's `config.json` into the entries that we use, plus some values derived from them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .rope import Rope, rope_for
 
 
 def is_text_tower(config: Mapping[str, Any]) -> bool:
-    """Returns whether the decoder is only one part of a multimodal model."""
+    """Returns whether the decoder is only part of a multimodal model."""
     return _whole_of(config) is not None
 
 
@@ -27,7 +27,7 @@ def _whole_of(config: Mapping[str, Any]) -> str | None:
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts the `config.json` of a decoder from a multimodal model. Any others are returned unchanged.
+    """Extracts a decoder's `config.json` from a multimodal model. Any others are returned unchanged.
 
     **Raises:** `UnsupportedConfigError` if the decoder's architecture is unknown.
     """
@@ -88,7 +88,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """The configuration of a decoder: entries under their usual names, plus values derived from them."""
+    """A decoder's configuration: entries under their usual names, plus values derived from them."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -109,7 +109,7 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
-    """The factor to multiply the output of each block by, before adding it to the residual stream."""
+    """The factor to multiply each block's output by, before adding it to the residual stream."""
     attention_multiplier: float | int = 0
     """The factor to multiply attention scores by. 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
@@ -135,22 +135,22 @@ class DecoderConfig(Config):
     headless: bool = False
     """Whether there is no output layer, as is the case for embedding models from sentence-transformers."""
     body_name: str = ""
-    """The module path of the decoder inside transformers' model, if it is only one part of that."""
+    """The decoder's module path inside transformers' model, if it is only one part there."""
     head: str = ""
-    """The suffix of the class name in transformers, which is empty for a causal language model."""
+    """The class name's suffix in transformers, which is empty for a causal language model."""
     labels: Labels = UNNAMED
-    """The labels of a classifier."""
+    """A classifier's labels."""
     token_classification_bias: bool = True
     pad_token_id: int = -1
     new_embeddings: bool = False
-    """Whether embeddings differ from those in the checkpoint. If so, an adapter file must include them."""
+    """Whether embeddings differ from the checkpoint's. If so, an adapter file must include them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window. Those that do attend only to the last `sliding_window` tokens
-    (0 for all), and have a separate rotary embedding."""
+    """Whether each layer uses a sliding window. Layers that do attend only to the last `sliding_window`
+    tokens (0 for all), and have a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
-    """The mixer of each layer, given as a key of `MIXERS`."""
+    """Each layer's mixer, given as a key of `MIXERS`."""
     sources: tuple[int, ...] = ()
     """The index of the layer whose memory each layer reads. This is usually the layer itself, but some layers
     of Gemma 4 read an earlier one instead."""
@@ -172,7 +172,7 @@ class DecoderConfig(Config):
         return self.intermediate_size * (2 if is_wide else 1)
 
     def size(self, entry: str) -> int:
-        """Looks up one of the integer-valued entries that mixers use."""
+        """Looks up an integer-valued entry that mixers use."""
         return dict(self.sizes)[entry]
 
     def known_entries(self) -> set[str]:

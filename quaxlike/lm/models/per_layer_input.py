@@ -20,7 +20,7 @@ OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
 
 
 def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
-    """Initialises the additional parts of the body. Returns `{}` if the model has no such embeddings."""
+    """Initialises the body's additional parts. Returns `{}` if the model has no such embeddings."""
     c, size = config, config.hidden_size_per_layer_input
     if not size:
         return {}
@@ -34,7 +34,7 @@ def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
 
 
 def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
-    """Initialises the additional parts of a single layer."""
+    """Initialises a single layer's additional parts."""
     c, size = config, config.hidden_size_per_layer_input
     if not size:
         return {}
@@ -47,10 +47,9 @@ def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
 
 
 def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers tokens size"] | None:
-    """Computes the additional inputs of all layers, given the tokens and their usual embeddings `x`.
+    """Computes the additional inputs for all layers, given the tokens and their usual embeddings `x`.
 
-    Up to a constant factor, each of these is the average of an embedding of the token and a projection of
-    `x`.
+    Up to a constant factor, each of these averages an embedding of the token and a projection of `x`.
     """
     c, size = body.config, body.config.hidden_size_per_layer_input
     if not size:

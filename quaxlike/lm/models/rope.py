@@ -24,7 +24,7 @@ class Rope(NamedTuple):
 
     If `long` is given then these are the frequencies for texts with more than `switch` tokens, as in
     LongRoPE. If `growth` is nonzero then each query is scaled by the logarithm of its position, which
-    increases in steps of `step` tokens. (This is used by Ministral 3.)
+    increases every `step` tokens. (This is used by Ministral 3.)
     """
 
     frequencies: tuple[float | int, ...]
@@ -68,11 +68,11 @@ ENTRIES = (
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Parses an entry of `rope_parameters`. This also accepts an older `rope_scaling` with `rope_theta`
+    """Parses an entry in `rope_parameters`. This also accepts an older `rope_scaling` with `rope_theta`
     added.
 
-    The head size and the lengths of texts are taken from `config`. As in transformers,
-    `partial_rotary_factor` is ignored unless `partial` is set.
+    The head size and the text lengths are taken from `config`. As in transformers, `partial_rotary_factor` is
+    ignored unless `partial` is set.
 
     **Raises:** `UnsupportedConfigError` if the kind isn't supported, or if there is no valid rotation with
     these values.
@@ -157,7 +157,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Rotates the features of each head. If there are more features than the rotation has, then the remaining
+    """Rotates each head's features. If there are more features than the rotation has, then the remaining
     ones are left as they are."""
     if rotation is None:
         return x
