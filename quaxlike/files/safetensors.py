@@ -118,7 +118,7 @@ def stored(
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Loads a file written by `save`, or any other safetensors file whose names match those of the model.
+    """Loads a file written by `save`, or any other safetensors file whose names match the model's.
 
     The types of arrays are determined by the file, and their shapes and dtypes by `like`. For example, this
     means that you can load a file containing quantised weights into the original, unquantised model.

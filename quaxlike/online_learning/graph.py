@@ -53,8 +53,7 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns a rule of the primitive, to which this equation's parameters have already been applied.
-        """
+        """Returns a rule of the primitive, to which this equation's parameters have already been applied."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
@@ -89,7 +88,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The primitive's name and the equation's source line, for error messages."""
+        """The name of the primitive and the equation's source line, for error messages."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 

@@ -209,8 +209,7 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """Returns the cotangents for a relation's weights, given the cotangents `(*states, S)` of the states.
-        """
+        """Returns the cotangents for a relation's weights, given the cotangents `(*states, S)` of the states."""
 
 
 class Linearised:
@@ -267,8 +266,7 @@ class Linearised:
 
 
 def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
-    """Returns a tangent of ones (or i, for an imaginary part) if `number` is chosen, and zeros otherwise.
-    """
+    """Returns a tangent of ones (or i, for an imaginary part) if `number` is chosen, and zeros otherwise."""
     if chosen is None or chosen[0] != number:
         return jnp.zeros_like(like)
     return jnp.full_like(like, 1j if chosen[1] else 1)

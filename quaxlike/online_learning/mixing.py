@@ -266,7 +266,7 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
-    """Slices an axis's digits to `low:high`, which might be out of bounds. Returns `...` if this isn't
+    """Slices the digits of an axis to `low:high`, which might be out of bounds. Returns `...` if this isn't
     possible.
     """
     if digits is None or (low, high) == (0, size):

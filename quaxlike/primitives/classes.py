@@ -1,6 +1,6 @@
 """Groups of JAX primitives that behave alike, so that you can register one rule for all of them.
 
-The available primitives vary slightly between JAX versions, so each group only contains those that are
+The available primitives vary slightly between JAX versions, so each group only contains the ones that are
 available in the JAX version you have installed.
 
 !!! example

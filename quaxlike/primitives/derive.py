@@ -37,8 +37,7 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 def result_tangents(
     p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
-    """Returns the results' tangents, which are symbolic zeros if they don't depend on the operands.
-    """
+    """Returns the results' tangents, which are symbolic zeros if they don't depend on the operands."""
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):

@@ -1,7 +1,7 @@
 """A primitive's forms, which are derived from (and computed by) its parent.
 
-A form is a static parameter for a derived primitive. It specifies how the derived primitive's operands and
-results are related to the ones of its parent. It also evaluates the derived primitive, using the parent's
+A form is a static parameter of a derived primitive. It specifies how the derived primitive's operands and
+results are related to its parent's. It also evaluates the derived primitive, using the parent's
 implementation.
 """
 

@@ -112,7 +112,7 @@ class DefinedPrimitive(Primitive):
 
     A derived primitive always has multiple results. It has the same parameters as its root, together with an
     additional parameter `forms`. This is a tuple, whose last entry specifies how its operands and results are
-    related to the ones of its parent.
+    related to its parent's.
 
     **Attributes:**
 

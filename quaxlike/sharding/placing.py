@@ -39,7 +39,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
     - `model`: any pytree. Its arrays can be `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`).
     - `rule`: a dict from regular expressions to partition specs, in which the first expression that matches a
-      full name is used, and a layer's name refers to its `weight`. Alternatively, a function on the name and
+      full name is used, and a layer's name refers to its `weight`. Alternatively, a function of the name and
       the array or Value that returns a spec, or a Value with a spec in place of each array, as do
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
         spec is missing or None are replicated.
@@ -353,8 +353,7 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """Suggests how to shard a Value instead. (All its arrays must be divisible by the same device count.)
-    """
+    """Suggests how to shard a Value instead. (All its arrays must be divisible by the same device count.)"""
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

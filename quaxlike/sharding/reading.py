@@ -23,8 +23,8 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 class RowReader:
     """An array or Value that we can read just a part of.
 
-    `count` is the first axis's length, or None if the array can only be read as a whole, in which case `read`
-    is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
+    `count` is the length of the first axis, or None if the array can only be read as a whole, in which case
+    `read` is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
     multiples of `step` or the array's end. It's fine for this to return a view of a file. `then` is applied
     to the rows that were read, and must operate on each row independently.
     """
@@ -41,8 +41,7 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """Returns the whole array as `jax.ShapeDtypeStruct`s. Returns None if any part isn't stored by rows.
-        """
+        """Returns the whole array as `jax.ShapeDtypeStruct`s. Returns None if any part isn't stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))

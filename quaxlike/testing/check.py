@@ -96,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Returns whether we can shard the rows of the value over as many devices as the array's rows."""
+    """Returns whether we can shard the rows of the value over as many devices as we can for the array."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:

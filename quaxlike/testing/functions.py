@@ -135,7 +135,7 @@ class _Case(Program):
 
     @property
     def leaves(self) -> list[Any]:
-        """All arrays, including those inside Values. Any other leaves are replaced by None."""
+        """All arrays, including arrays inside Values. Any other leaves are replaced by None."""
         return self._parts[0]
 
     def build(self, leaves: list[Any]) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ class Check:
 
 
 class TypeReport:
-    """The results from [`quaxlike.testing.check_type`][], which print as a table."""
+    """The results of [`quaxlike.testing.check_type`][], which print as a table."""
 
     def __init__(self, subject: str, checks: Sequence[Check], never_met: Sequence[str]) -> None:
         self.subject = subject
@@ -48,8 +48,7 @@ class TypeReport:
 
     @property
     def summary(self) -> str:
-        """A summary, with the number of checks followed by each culprit and its first message.
-        """
+        """A summary, with the number of checks followed by each culprit and its first message."""
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -69,7 +68,7 @@ class TypeReport:
 
 
 class ProgramReport:
-    """The results from [`quaxlike.testing.check_program`][], which print as a table."""
+    """The results of [`quaxlike.testing.check_program`][], which print as a table."""
 
     def __init__(self, subject: str, transforms: Sequence[str], checks: Sequence[Check]) -> None:
         self.subject = subject
@@ -86,8 +85,7 @@ class ProgramReport:
 
     @property
     def summary(self) -> str:
-        """A summary, with the number of checks followed by each line and its first message.
-        """
+        """A summary, with the number of checks followed by each line and its first message."""
         lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
         return "\n".join(lines + _messages(self.failures))
 
