@@ -209,7 +209,7 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """Returns the cotangents for a relation's weights, given the cotangents `(*states, S)` of the states."""
+        """Returns cotangents for a relation's weights, given state cotangents of shape `(*states, S)`."""
 
 
 class Linearised:
@@ -273,7 +273,7 @@ def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
 
 
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
-    """Stacks the real and imaginary parts for the states in a group along a new trailing axis."""
+    """Stacks the real and imaginary parts of the states in a group along a new trailing axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
     return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
 

@@ -338,7 +338,7 @@ def _look_up(indices: Any, table: Any) -> jax.Array:
 
 
 def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """An `xy_to_dw` rule. Here x is either the indices, or the trace for their one-hot encoding."""
+    """An `xy_to_dw` rule. Here x is either the indices, or the trace of their one-hot encoding."""
     fn = (lambda w: jnp.matmul(x, w)) if jnp.issubdtype(x.dtype, jnp.inexact) else (lambda w: _look_up(x, w))
     return {"weight": jax.vjp(fn, weights["weight"])[1](g)[0]}
 

@@ -172,7 +172,7 @@ class DefinedPrimitive(Primitive):
         - `args`: the operands, each an array or a pytree of arrays.
         - `params`: static parameters, which must be hashable.
 
-        **Returns:** what the function that this primitive was defined with returns.
+        **Returns:** the result of the function that this primitive was defined with.
 
         **Raises:** `TypeError` if an operand isn't an array, or if a parameter is an array or isn't hashable.
         """

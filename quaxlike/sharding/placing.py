@@ -1,7 +1,7 @@
 """Partition specs for models that contain Values, and functions that shard such models over a mesh.
 
 A spec describes the logical array, from which we derive the specs for each array inside a Value.
-Importantly, every shard of a Value must itself be a Value with the same type and whole blocks, because
+Importantly, every shard of a Value must itself be a Value of the same type with whole blocks, because
 without this devices couldn't compute with their shards.
 """
 

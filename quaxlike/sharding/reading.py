@@ -41,7 +41,7 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """Returns the whole array as `jax.ShapeDtypeStruct`s. Returns None if any part isn't stored by rows."""
+        """Returns the whole array as `jax.ShapeDtypeStruct`s, or None if any part isn't stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))

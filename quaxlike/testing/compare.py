@@ -87,7 +87,7 @@ def _difference(
 
 
 def _has_numbers(x: Any) -> bool:
-    """Returns whether there are any values to compare. (For example an integer's gradient doesn't have any.)"""
+    """Returns whether there are any values to compare. (An integer's gradient doesn't have any.)"""
     return jnp.result_type(x) != jax.dtypes.float0
 
 

@@ -54,10 +54,9 @@ def check_program(
     - `"non-linear"`: the product of two leaves. This doesn't have any rules, so primitives materialise it.
     - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape is therefore different from
       the array's. This doesn't have any rules either.
-    - `"half precision"`: wraps a bfloat16 array. This is compared with an array with the same dtype. It is
-      also
-        a failure if the function returns different values for this array than for the original one because it
-        takes a different code path.
+    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is
+        also a failure if the function returns different values for this array than for the original one
+        because it takes a different code path.
 
     **Arguments:**
 
