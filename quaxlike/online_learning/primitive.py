@@ -109,11 +109,11 @@ class ETPPrimitive(DefinedPrimitive):
 
         - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the corresponding methods.
         - `instant`: a function `instant(x, g, weights, **params)`. It should return the contribution of a
-          single step to D-RTRL's traces, scaled by `g`. You only need this if the trace and the weight
-            have different shapes. Defaults to applying `xy_to_dw` to each example.
+            single step to D-RTRL's traces, scaled by `g`. You only need this if the trace and the weight have
+            different shapes. Defaults to applying `xy_to_dw` to each example.
         - `solve`: a function `solve(g, trace, weights, **params)`. It should return the weights' cotangents,
-          given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum
-            over the batch.
+            given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum over the
+            batch.
         - `pp_input`: a function `pp_input(x, weights, **params)`. This computes the quantity that pp_prop
             keeps a trace of, in which y must be linear. Defaults to returning x.
         """

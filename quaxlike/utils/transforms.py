@@ -80,7 +80,7 @@ def jit(
 
     - `fn`: the function or method to compile. Omit this to get a decorator with options.
     - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
-      passed on.
+        passed on.
 
     **Returns:**
 

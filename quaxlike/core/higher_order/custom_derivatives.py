@@ -6,11 +6,11 @@ three reasons.
 - JAX calls the primal function, the forward function and the jvp rule at different times, but all of them
     must return the same leaves. So whichever runs first decides the results' slots (`_Results`), and
     the others must conform to these. Otherwise leaves would end up in the wrong places.
-- Once a function has been staged, it's too late to change its results' form. So at that point we also
-  trace the derivative, only to find out which results have tangents with the same form (`decide_by`).
+- Once a function has been staged, it's too late to change its results' form. So at that point we also trace
+    the derivative, only to find out which results have tangents with the same form (`decide_by`).
 - A `WrappedFun` in JAX stores a call's auxiliary outputs in its `stores`, each of which can only be filled
-  once. We call it several times, and so we have to reset them in between. If a function wraps
-    another one then we make it share the same stores, so that a level further down is able to do the same.
+    once. We call it several times, and so we have to reset them in between. If a function wraps another one
+    then we make it share the same stores, so that a level further down is able to do the same.
 """
 
 import contextlib
