@@ -69,7 +69,7 @@ def either(a: Any, b: Any) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """If a slot's type was only guessed, then returns a plain array's slot.
+    """If a slot's type was only guessed, then returns the slot of a plain array.
 
     Any other is returned unchanged.
     """

@@ -165,7 +165,7 @@ def _with_transpose(
 
 
 def _zero(x: Any, like: Any) -> Any:
-    """Replaces a zero, in whichever form it is given, by the form that primitives' rules expect."""
+    """Replaces a zero, in whichever form it is given, by the form that the rules of primitives expect."""
     return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 

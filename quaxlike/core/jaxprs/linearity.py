@@ -3,7 +3,7 @@
 Integer, boolean and key leaves don't have tangents. Together they make up what we call the *pattern* of a
 Value; a typical example is the indices of the stored elements. Patterns must never be added or
 differentiated. In particular, two Values can only be added leaf by leaf if they have the same pattern. The
-same is true if one's leaves are to be used as derivatives for the other's leaves.
+same is true if the leaves of one are to be used as derivatives for the other's leaves.
 """
 
 import dataclasses
