@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 class ArrayKind:
     """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
-    We don't keep the names of axes, but only record which axes have the same name. This means that e.g. `"n
+    We don't keep axis names, but only record which axes have the same name. This means that e.g. `"n
     n"` and `"m m"` are equal.
     """
 
@@ -151,7 +151,7 @@ def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _dtypes(wanted: Any) -> frozenset[Any]:
-    """Returns the JAX dtypes of a jaxtyping class."""
+    """Returns the JAX dtypes for a jaxtyping class."""
     return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
 
 

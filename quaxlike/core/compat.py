@@ -1,7 +1,7 @@
-"""Access to private modules of JAX, and differences between versions of JAX.
+"""Access to JAX's private modules, and differences between JAX versions.
 
-Nothing else in this package uses `jax._src` or depends on the version of JAX, and a lint rule (TID251)
-enforces this. As a result, if something breaks with a new release of JAX then the cause must be in this file,
+Nothing else in this package uses `jax._src` or depends on the JAX version, and a lint rule (TID251)
+enforces this. As a result, if something breaks with a new JAX release then the cause must be in this file,
 in which case tests/core/test_compat.py should tell us where.
 """
 
@@ -50,7 +50,7 @@ api_boundary = traceback_util.api_boundary
 
 
 def hide_file(path: str) -> None:
-    """Hides the frames of a file, or of all files in a folder, in tracebacks and source lines."""
+    """Hides the frames from a file, or from all files in a folder, in tracebacks and source lines."""
     traceback_util.register_exclusion(path)
     jex.source_info_util.register_exclusion(path)
 
@@ -229,7 +229,7 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """Returns the transpose rule of a primitive, as a function that returns cotangents.
+    """Returns a primitive's transpose rule, as a function that returns cotangents.
 
     Some of JAX's own rules don't return their cotangents, but add them to accumulators instead. We wrap these
     so that every rule can be called in the same way.
@@ -297,7 +297,7 @@ def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants, and how many are its carry."""
+    """Returns how many of a scan's operands are constants, and how many are its carry."""
     if "ft_in" in params:  # from JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -307,7 +307,7 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
 def scan_params(
     params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int
 ) -> dict[str, Any]:
-    """Returns the parameters of a scan with another body, and other numbers of operands and results."""
+    """Returns a scan's parameters with another body, and other operand and result counts."""
     if flattree is not None:
         return params | {
             "jaxpr": jaxpr,
@@ -357,7 +357,7 @@ def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
     """Returns all primitives in JAX's tables of rules, by name.
 
     Note that there can be several with the same name, because libraries are free to choose any name they
-    like. The exception is that a public primitive of JAX takes precedence over all others.
+    like. The exception is that a public JAX primitive takes precedence over all others.
     """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
@@ -373,7 +373,7 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """Returns those parameters of a primitive that we can find in the signature of its lowering rule."""
+    """Returns the parameters of a primitive that we can find in its lowering rule's signature."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # might be a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
@@ -382,7 +382,7 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """Returns the number of operands of a primitive, or None if this either varies or can't be determined."""
+    """Returns how many operands a primitive has, or None if this either varies or can't be determined."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
@@ -465,7 +465,7 @@ def wants_concrete(error: Exception) -> bool:
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """Moves `aval` to the mesh of the leaves, and makes it vary over the axes of all leaves."""
+    """Moves `aval` to the leaves' mesh, and makes it vary over all axes that any leaf varies over."""
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval

@@ -39,13 +39,13 @@ class _Making(type):
 
 
 class QuickMeta(type(eqx.Module), _Making):
-    """Creates instances of Values quickly.
+    """Quickly creates Values.
 
     Going through Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the
     second instance onwards. (This means that Equinox still checks each class once.) We only do so if all that
     happens when constructing an instance is that its fields are set. That is to say, the class doesn't define
-    any of `__init__`, `__new__`, `__post_init__` or `__check_init__`, and none of its fields has a converter
-    or a default factory.
+    `__init__`, `__new__`, `__post_init__` or `__check_init__`, and no field has a converter or a default
+    factory.
     """
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def _sets_fields(cls: type) -> bool:
 
 
 def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Creates an instance in the same way as Equinox, but without flattening any of the arguments."""
+    """Creates an instance in the same way as Equinox, but without flattening any arguments."""
     instance = object.__new__(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     given = dict(zip([f.name for f in fields if not f.kw_only], args, strict=False)) | kwargs

@@ -1,6 +1,6 @@
 """Derivatives of Values as returned by JAX, which don't have tangents for indices, codes and keys.
 
-In place of tangents for integer leaves, JAX returns float0 arrays (or, in the case of `jax.jacfwd`, zeros).
+In place of tangents for integer leaves, JAX returns float0 arrays (or zeros, for `jax.jacfwd`).
 This means that a Value with such leaves has lost its original pattern, and using it as an array would
 silently give incorrect results. So we raise an error instead.
 """
@@ -32,7 +32,7 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Returns whether any traced leaf of a Value is one of the zeros that `jax.jacfwd` substitutes."""
+    """Returns whether any traced leaf of a Value is a zero that `jax.jacfwd` substituted."""
     # This can't happen eagerly, because `jax.jacfwd` runs under `vmap`. In that case we can skip looking at
     # the leaves.
     if compat.is_eval_trace(compat.current_trace()):
@@ -41,9 +41,9 @@ def lacks_tangents(value: Any) -> bool:
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Returns whether the function of this frame returns its result directly to `jax.jacfwd`.
+    """Returns whether this frame's function returns its result directly to `jax.jacfwd`.
 
-    More precisely, there must be no frame of any other function between the two.
+    More precisely, there must be no frame from any other function between the two.
     """
     # The zeros are only filled in after this function has returned, and JAX doesn't offer a hook for this.
     # So we have no choice but to inspect the calling frames.

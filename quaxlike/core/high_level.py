@@ -1,4 +1,4 @@
-"""High-level primitives of hijax. These are instances of `HiPrim`, and all of them are bound by the same JAX
+"""Hijax's high-level primitives. These are instances of `HiPrim`, and are all bound by the same JAX
 primitive.
 
 Users register rules for a *class* of `HiPrim`, but dispatch compares primitives by identity. So we create a
@@ -26,7 +26,7 @@ _REPLACED = {
 
 
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the name and parameters of a primitive.
+    """Returns a primitive's name and parameters.
 
     Some high-level primitives just call a function, e.g. given as a jaxpr. For these, we return the name and
     parameters of the ordinary primitive that they replace.

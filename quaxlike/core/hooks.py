@@ -193,7 +193,7 @@ class Endless(ValueError):
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """Returns the code that determines the shape of a class, which is its own `aval` or `materialise`."""
+    """Returns the code that determines a class's shape, which is its own `aval` or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
@@ -229,7 +229,7 @@ def not_an_array(value: Any, leaf: Any) -> ValueError:
 
 
 class ValueMeta(QuickMeta):
-    """The metaclass of Values. It wraps their hooks, so that any errors that these raise mention the hook."""
+    """The metaclass of Values. It wraps their hooks, so that any errors that they raise mention the hook."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
@@ -237,10 +237,10 @@ class ValueMeta(QuickMeta):
 
 
 class _Probing:
-    """A context for calling hooks outside of any trace.
+    """A context for calling hooks outside any trace.
 
     This also enters every context in `asides`, for example one that suspends the policy. (We cache the
-    results of hooks, so a policy would otherwise only see the operations of a hook the first time around.)
+    results of hooks, so a policy would otherwise only see their operations the first time around.)
     """
 
     def __init__(self) -> None:

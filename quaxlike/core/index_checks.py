@@ -1,7 +1,7 @@
 """Checks indices into Values when using `jax.experimental.checkify`.
 
 Rules might clamp and shift the indices used by a program, and then index into leaves whose shapes differ from
-the shape of the array. If this was all that checkify got to see, then it would miss out-of-bounds indices, or
+the array's shape. If this was all that checkify got to see, then it would miss out-of-bounds indices, or
 complain about valid ones. So we insert an equation before the rule, which just returns the indices and
 compiles to nothing. For this equation, checkify reports the same errors as it would for the dense array.
 """

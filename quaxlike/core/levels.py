@@ -37,7 +37,7 @@ def level_of(value: Any | None = None) -> Any:
 
 
 def _waits_for_rule(level: Any) -> bool:
-    """Returns whether a rule of this level, or of one further out that it called, is running.
+    """Returns whether a rule at this level, or at one further out that it called, is running.
 
     If so, then what is computed now is the rule's, and only levels further out dispatch on it.
     """
@@ -85,7 +85,7 @@ def has_operators(value: Any) -> bool:
 
 
 def not_dispatched(value: Any, what: str) -> str:
-    """Returns the error message for using a Value outside of any `quaxify`."""
+    """Returns the error message for using a Value outside any `quaxify`."""
     return (
         f"{type(value).__name__} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")

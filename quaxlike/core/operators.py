@@ -1,7 +1,7 @@
-"""Operators, methods and functions of arrays for Values, both inside and outside of `quaxify`.
+"""Array operators, methods and functions for Values, both inside and outside `quaxify`.
 
-Outside of `quaxify`, an operator opens a new level for itself. Inside, it must use the running level instead.
-This is because a new level would treat the Values of the running one as plain arrays, and so it would skip
+Outside `quaxify`, an operator opens a new level for itself. Inside, it must use the running level instead.
+This is because a new level would treat the running one's Values as plain arrays, and so it would skip
 their rules.
 """
 
@@ -43,7 +43,7 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wraps a jax.numpy function so that it accepts Values, both inside and outside of `quaxify`.
+    """Wraps a jax.numpy function so that it accepts Values, both inside and outside `quaxify`.
 
     If there is a running level that dispatches on the Values, then we use this level. This means that they
     can be combined with any Values that belong to it.
@@ -103,7 +103,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """Returns the total size of the leaves in bytes. (This is not the size of the dense array.)"""
+    """Returns the leaves' total size in bytes. (This is not the dense array's size.)"""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
@@ -120,11 +120,10 @@ def _attribute(name: str) -> property:
 
 
 class ArrayOperators:
-    """The operators, methods and indexing of `jax.Array`, all of which use [`quaxlike.quaxify`][].
+    """The operators, methods and indexing of `jax.Array`, all implemented with [`quaxlike.quaxify`][].
 
-    This is a mixin for array types. Note that it must come *before* [`quaxlike.ArrayValue`][] in the list of
-    bases, so that `==` is elementwise. Just like for a `jax.Array`, this also means that values can't be
-    hashed.
+    This is a mixin for array types. Note that it must come *before* [`quaxlike.ArrayValue`][] in the bases,
+    so that `==` is elementwise. Just like for a `jax.Array`, this also means that values can't be hashed.
 
     !!! example
 
@@ -253,7 +252,7 @@ class ArrayOperators:
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
         """As `jax.Array.to_device`.
 
-        This either moves to a device or applies a sharding of the logical array.
+        This either moves to a device or applies a sharding to the logical array.
         """
         return run(_to_device, self, device, stream=stream)
 

@@ -1,7 +1,7 @@
 """Devices and shardings of Values, which are determined from their leaves.
 
 Importantly, we only return a result if it's also correct for the dense array. There might not be a sharding
-of the logical array that explains how every leaf is placed. In this case we raise an error, rather than just
+for the logical array that explains how every leaf is placed. In this case we raise an error, rather than just
 reporting the sharding of some arbitrary leaf.
 """
 

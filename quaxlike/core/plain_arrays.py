@@ -62,14 +62,14 @@ hooks = _Hooks()
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns the constant for an array that might be either of two arrays, given the constants of both."""
+    """Returns the constant for an array that might be either of two arrays, given both constants."""
     if a is None or b is None or hooks.placeholders is None:
         return None
     return hooks.placeholders.either(a, b)
 
 
 def without_guess(slot: Any) -> Any:
-    """If the type of a slot was only guessed, then returns the slot of a plain array.
+    """If a slot's type was only guessed, then returns the slot of a plain array.
 
     Any other is returned unchanged.
     """

@@ -3,7 +3,7 @@
 Values must never be materialised unnoticed, as otherwise nobody could rely on `on_materialise("error")`. So
 if this happens because of a missing rule, then it must go through `_densify`, which raises, warns or records.
 
-In addition, the mode must be part of the keys of JAX's caches, see `_jit_mode`. A function that was traced
+In addition, the mode must be part of JAX's cache keys, see `_jit_mode`. A function that was traced
 under "allow" has to be traced again under "error", because using the cached program would materialise
 silently.
 """
@@ -61,7 +61,7 @@ class on_materialise(contextlib.ContextDecorator):
 
     This can be used as a context manager or as a decorator. All of these override the class attribute
     `on_materialise`, and the innermost one takes precedence. They are local to the current thread and
-    context; for example, every asyncio task has its own. (If a thread runs in a copy of a context, as is the
+    context; for example, every asyncio task has its own. (If a thread runs in a copied context, as is the
     case for `asyncio.to_thread`, then it has to enter its own.)
 
     Note that this happens when tracing. As a result, a jitted function is traced once for each mode, and
@@ -112,7 +112,7 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """Returns the current mode. This must be part of the key of every cached jaxpr."""
+    """Returns the current mode. This must be part of every cached jaxpr's key."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
@@ -148,7 +148,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
     **Arguments:**
 
     - `what`: the primitive, or a phrase such as "bool()".
-    - `operands`: all operands of the primitive, for use in the message. Default: just `value`.
+    - `operands`: all of the primitive's operands, for use in the message. Default: just `value`.
     - `hint`: the reason, or what could be done about it. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
@@ -175,8 +175,7 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
     """Returns the result if no rule matches.
 
     First we try a `default` that was overridden by some operand's type. If there is none, then we look for a
-    rule that matches after materialising just some of the operands. As a last resort we materialise all of
-    them.
+    rule that matches after materialising just some operands. As a last resort we materialise them all.
     """
     # Several types might inherit the same `default`. This isn't ambiguous, so use the function as the key.
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
@@ -228,7 +227,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """Replaces the Values among `operands` by the results of `f`.
+    """Applies `f` to the Values among `operands`.
 
     If a Value occurs twice, then it's only passed to `f` once. If we were to compute it twice, then the
     compiler might fuse the two copies differently, so that their last digits might differ. This would be a
@@ -269,7 +268,7 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """Returns the strictest policy among all of the types, including the types of nested Values."""
+    """Returns the strictest policy among all types, including types nested inside them."""
     found: set[Mode] = {"allow"}
     for x in _with_nested(values):
         if (mode := x.on_materialise) is None:
@@ -372,7 +371,7 @@ class _Materialisation:
 
     @property
     def remedy(self) -> str:
-        """The rule that the author of the type could write."""
+        """The rule that the type's author could write."""
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
@@ -402,7 +401,7 @@ class _Materialisation:
     def _nearest(self) -> list[Rule]:
         """Returns at most two rules for the primitive that nearly match, unless one declined.
 
-        These don't include our own rules for other types, as which of these exist depends on which modules
+        These don't include our own rules for other types, as which ones exist depends on which modules
         have been loaded.
         """
         ranked = self._ranked()
@@ -431,14 +430,14 @@ class _Materialisation:
         return sorted(ranked, key=lambda entry: (bool(entry[0]), self._is_others(entry[1]), entry[0]))
 
     def _is_others(self, rule: Rule) -> bool:
-        """Returns whether a rule isn't for any of the operands' own types."""
+        """Returns whether a rule isn't for any operand's own type."""
         bases = {cls for x in self.operands if is_value(x) for cls in type(x).__mro__}
         hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
         named = {t for hint in hints for t in (typing.get_args(hint) or (hint,))}
         return named.isdisjoint(bases.difference(ArrayValue.__mro__))
 
     def warn(self) -> None:
-        """Warns at a line of the user's code, once for each call site, primitive, and types of operands."""
+        """Warns at a line of the user's code, once for each call site, primitive, and operand types."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()

@@ -55,9 +55,9 @@ def function_called(name: str) -> tuple[str, Any] | None:
 
 
 def primitives_of(function: Any) -> list[str]:
-    """Returns the names of the primitives of a JAX or NumPy function.
+    """Returns the names of the primitives that a JAX or NumPy function binds.
 
-    We find these by calling the function with small arrays. If none of the calls succeeds, or if this isn't a
+    We find these by calling the function with small arrays. If no call succeeds, or if this isn't a
     JAX or NumPy function, then the result is empty.
     """
     package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]

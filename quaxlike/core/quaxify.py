@@ -146,17 +146,17 @@ def quaxify(
 ) -> Callable[..., _T]:
     """Wraps a function so that you can pass Values where it expects arrays.
 
-    Every primitive that is called with a Value is dispatched to a registered rule, based on the types of all
-    operands. If no rule matches then the Value is materialised, subject to [`quaxlike.on_materialise`][].
-    Plain arrays are never wrapped, so they are passed to primitives as usual.
+    Every primitive that is called with a Value is dispatched to a registered rule, based on all operand
+    types. If no rule matches then the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain
+    arrays are never wrapped, so they are passed to primitives as usual.
 
     **Arguments:**
 
-    - `fn`: any callable, such as a function, a method, an Equinox module, or the result of a transform.
+    - `fn`: any callable, such as a function, a method, an Equinox module, or a transformed function.
     - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
         (where each Value is a leaf), or a prefix of the tree `(fn, args, kwargs)`, as for `eqx.partition`.
         Any other Values are passed through unchanged, so that a nested `quaxify` can dispatch on them; apart
-        from this they behave just like they do outside of `quaxify`. Values that `fn` closes over or creates
+        from this they behave just like they do outside `quaxify`. Values that `fn` closes over or creates
         are treated as if they were part of `fn`. Default: all Values.
     - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. This is inherited by any nested
         `quaxify`.
@@ -164,7 +164,7 @@ def quaxify(
     **Returns:**
 
     A function with the same signature as `fn`, which returns Values if the computation results in Values.
-    Type checkers accept any arguments for it, since those of `fn` are annotated as arrays.
+    Type checkers accept any arguments for it, since `fn`'s arguments are annotated as arrays.
 
     **Raises:**
 
@@ -266,7 +266,7 @@ def _select(
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note to the error if this was raised when computing the shape of an argument."""
+    """Adds a note to the error if this was raised when computing an argument's shape."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
     except Exception:  # this isn't a pytree, which might be the very reason for the error

@@ -1,8 +1,8 @@
 """Recording for `explain`: the active recorder, and how messages describe operands and places.
 
-Recording must not change the behaviour of a program. Nor may it be defeated by JAX's caches, which would
-otherwise skip tracing a function that was already traced. So each recording is part of the keys of these
-caches, which means that everything is traced again.
+Recording must not change a program's behaviour. Nor may it be defeated by JAX's caches, which would
+otherwise skip tracing a function that was already traced. So each recording is part of their keys, which
+means that everything is traced again.
 """
 
 import collections
@@ -64,7 +64,7 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 
 
 def note(text: str) -> None:
-    """Adds a remark to the row of [`quaxlike.explain`][] for the running rule.
+    """Adds a remark to the running rule's row in [`quaxlike.explain`][].
 
     Call this inside a rule to report anything that isn't apparent from its signature, for example which
     kernel it selected. Unless `explain` is running, this doesn't do anything.
@@ -87,7 +87,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """Returns the user's line being executed, as well as the innermost line of any library that it called."""
+    """Returns the user's line being executed, as well as the innermost line in any library that it called."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -106,7 +106,7 @@ def endless(error: RecursionError) -> str | None:
     """Returns the message for endless recursion of a rule or hook, or None if there isn't any.
 
     Note that we are close to the recursion limit when this is called. It's therefore important not to call
-    anything that caches errors, as beartype does on behalf of plum.
+    anything that caches errors, as beartype does for plum.
     """
     # Endless recursion keeps calling the same few functions, so count how often each one appears.
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -144,7 +144,7 @@ def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over. If so then the tracer is held by one of JAX's caches.
+    - `is_late`: whether the Value was closed over. If so then the tracer is held by a JAX cache.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

@@ -11,11 +11,11 @@ _T = TypeVar("_T")
 
 
 class Scoped(Generic[_T]):
-    """A context variable that is also part of the keys of JAX's caches.
+    """A context variable that is also part of JAX's cache keys.
 
     Without the latter, a function that was traced under one value would be reused under another. We can't
     just use the setting in the keys, because JAX's settings are thread-local, and so they are shared by all
-    asyncio tasks of a thread.
+    asyncio tasks in a thread.
     """
 
     def __init__(self, name: str, default: _T) -> None:
@@ -25,7 +25,7 @@ class Scoped(Generic[_T]):
 
     @contextlib.contextmanager
     def use(self, value: _T, key: Hashable = None) -> Iterator[_T]:
-        """Uses a value inside this block. In the keys of caches, `key` stands for it. Default: the value."""
+        """Uses a value inside this block. In cache keys, `key` stands for it. Default: the value."""
         token = self._variable.set(value)
         try:
             with self._in_keys(value if key is None else key):

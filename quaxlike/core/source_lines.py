@@ -1,7 +1,7 @@
-"""Finds the user's own lines and frames among those of JAX, libraries and this package.
+"""Finds the user's own lines and frames, as opposed to ones in JAX, libraries and this package.
 
-All messages are supposed to point to a line of the user's code. So we must never report a line belonging to
-JAX or to this package; we identify both of these by the folders in which they are installed.
+All messages are supposed to point to a line in the user's code. So we must never report a line belonging to
+JAX or to this package; we identify both by the folders in which they are installed.
 """
 
 import functools
@@ -41,7 +41,7 @@ class SourceLine(NamedTuple):
 def source_lines() -> Iterator[SourceLine]:
     """Returns the lines outside JAX and this package that are being executed, innermost first.
 
-    Note that when an equation of a jaxpr is evaluated, the lines that it came from aren't on Python's stack.
+    Note that when an equation in a jaxpr is evaluated, the lines that it came from aren't on Python's stack.
     Instead, each equation records the lines at which it was staged.
     """
     yield from _recorded_lines(compat.current_traceback())
@@ -58,7 +58,7 @@ def lines_of_error(error: BaseException) -> list[SourceLine]:
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """Returns the line of this frame. If this frame is interpreting an equation, then returns the lines that
+    """Returns this frame's line. If this frame is interpreting an equation, then returns the lines that
     staged the equation instead."""
     file = frame.f_code.co_filename
     if not is_internal(file):

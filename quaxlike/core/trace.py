@@ -1,9 +1,9 @@
 """The trace for dispatching primitives on Values, and the tracer of a Value.
 
-A plain array must never be boxed. That is to say, only Values become `ValueTracer`s, and if none of a
-primitive's operands is a Value then we bind it on the parent trace and return the result as it is. Otherwise
-we would incur the overhead of dispatch for every intermediate in a quaxified function. Worse still, a
-concrete `if` on a plain array would raise an error.
+A plain array must never be boxed. That is to say, only Values become `ValueTracer`s, and if a primitive has
+no Value among its operands then we bind it on the parent trace and return the result as it is. Otherwise we
+would incur dispatch overhead for every intermediate in a quaxified function. Worse still, a concrete
+`if` on a plain array would raise an error.
 
 Note that `process_primitive` runs for every primitive. So it avoids allocations, and looks up rules in a
 single dict.
@@ -178,7 +178,7 @@ class Level(jexc.TraceTag):
 class QuaxTrace(jax.core.Trace):
     """One level of `quaxify`, which unwraps Values, finds the rule, and wraps its results.
 
-    Note that a level can have several traces, all of which share its `tag`. This is because the functions
+    Note that a level can have several traces, which all share its `tag`. This is because the functions
     passed to custom derivatives and `shard_map` close over tracers of the level, but run under a second
     trace.
     """
@@ -249,8 +249,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result of the first rule that doesn't decline, or `NotImplemented` if all of them
-        do."""
+        """Returns the result of the first rule that doesn't decline, or `NotImplemented` if they all do."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -278,7 +277,7 @@ class QuaxTrace(jax.core.Trace):
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
-        """Returns whether this level can reach the arrays of a late Value.
+        """Returns whether this level can reach a late Value's arrays.
 
         If it can't, then they belong to a transform inside the quaxified function. If we were to box the
         Value here regardless, then it would bypass the transform, and e.g. lose its derivative.
@@ -304,7 +303,7 @@ class QuaxTrace(jax.core.Trace):
 
         This can happen because JAX caches the jaxprs that it traces. For example, suppose that a function
         closes over a Value, and is called through `jax.jit` or a scan inside several `quaxify`s in turn. Then
-        the cached constants include the tracer that was created by the first of these calls.
+        the cached constants include the tracer that was created by the first call.
         """
         # If the tracer's level is still running, somewhere below us, then that's where it belongs. In this
         # case it is just an operand like any other.
@@ -341,7 +340,7 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """Converts the result of a rule to something that can be returned to JAX."""
+        """Converts a rule's result to something that can be returned to JAX."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
         # It's possible that the first Value that requires us to follow plain arrays is created inside the
@@ -351,7 +350,7 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:
-        """Converts the result of a rule to an array or a Value.
+        """Converts a rule's result to an array or a Value.
 
         (Rules are allowed to return NumPy arrays and numbers.)
         """
@@ -365,12 +364,12 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, x) if is_value(x) else x
 
     def unwrap(self, x: Any) -> Any:
-        """Unboxes a tracer of this level. Anything else is returned unchanged."""
+        """Unboxes a tracer from this level. Anything else is returned unchanged."""
         ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.claims(x))
         return x.quax_value if ours else x
 
     def unwrap_tree(self, tree: Any) -> Any:
-        """Unboxes every tracer of this level in `tree`, including tracers inside Values."""
+        """Unboxes this level's tracers in `tree`, including tracers inside Values."""
         if kind_of(tree) == "array":
             return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
@@ -385,7 +384,7 @@ def _is_no_array(x: Any) -> bool:
 
 
 def _below(level: QuaxTrace) -> list[Any]:
-    """Returns the tag of a level, followed by the traces below it and their tags."""
+    """Returns a level's tag, followed by the traces below it and their tags."""
     below, trace = [level.tag], level.parent_trace
     while trace is not None:
         below += [trace, getattr(trace, "tag", trace)]
@@ -446,7 +445,7 @@ compat.register_late_values(Value, _adopted, aval_of)
 
 
 def check_complete(value: Value) -> None:
-    """Raises a `ValueError` if parts of a Value are missing."""
+    """Raises a `ValueError` if a Value has missing parts."""
     if has_missing_parts(value):
         raise ValueError(
             f"Parts of {type(value).__name__} are missing, as in the halves that `eqx.partition` makes, "

@@ -1,10 +1,10 @@
 """`Value` and `ArrayValue`: the base of every new kind of array.
 
 The aval of a Value must be the shape and dtype of `materialise()`, no matter which transforms are running.
-Every transform needs it, so we memoise it on the class, the statics and the avals of the leaves. If any of
-these were missing from the key, then a Value could end up with the shape of another.
+Every transform needs it, so we memoise it on the class, the statics and the avals of the leaves. If any were
+missing from the key, then a Value could end up with another one's shape.
 
-Nothing in this file computes with a Value. Note that `is_value` is the hottest function of the package, as it
+Nothing in this file computes with a Value. Note that `is_value` is the hottest function in the package, as it
 runs for every operand of every primitive.
 """
 
@@ -129,7 +129,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     ) -> "jax.typing.ArrayLike | Value | Sequence[jax.typing.ArrayLike | Value]":
         """Called if no rule matches. Override this for a type that handles all primitives in the same way.
 
-        If none of the operands overrides this, then every Value is materialised, subject to the policy. If
+        If no operand overrides this, then every Value is materialised, subject to the policy. If
         several types override it, then the one with the highest `default_precedence` is used. If there is a
         tie, then a `TypeError` is raised.
 
@@ -153,12 +153,12 @@ class Value(eqx.Module, metaclass=ValueMeta):
         loop carry changes from one to the other. Only use the statics and shapes of `like`, not its data.
 
         The result must be equal to `array`, and have the same derivative. Its static fields can differ from
-        those of `like`, provided that `like` can be widened to them (see `widen`). If `like` contains another
-        Value (e.g. a named array can do this), then `array` might be a Value of that class.
+        `like`'s, provided that `like` can be widened to them (see `widen`). If `like` contains another Value
+        (e.g. a named array can do this), then `array` might be a Value of that class.
 
         Loops are often initialised with zeros, before it's known what kind of Value these should be. If you
         give `like` the default None, and a rule for this type raises [`quaxlike.OperandMismatch`][] inside a
-        loop, then this will be called on those zeros without passing `like`. In this case, return a
+        loop, then this will be called on these zeros without passing `like`. In this case, return a
         placeholder that is compatible with any value, and whose only leaf is `array`. The actual type is then
         determined by the first iteration.
 
@@ -167,12 +167,12 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """Converts this value to the form of `like`, or to a form that `like` can be widened to in turn.
+        """Converts this value to `like`'s form, or to a form that `like` can be widened to in turn.
 
         This is called if two branches of a `cond`, or a loop carry before and after an iteration, are Values
         with different classes, static fields or leaf shapes. Only use the statics and shapes of `like`.
 
-        First one of the two is widened to the other, and then the other is widened to the result, after which
+        First one is widened to the other, and then the other is widened to the result, after which
         the two must agree. The value returned must be equal to this one, and have the same derivative. If
         it's a dense array, then both are materialised.
 
@@ -184,8 +184,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     def cotangent(cls, ct: Any) -> Any:
         """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives.
 
-        Here `ct` is a value of this type (which must be `linear`), or a plain array if only other results are
-        of this type. Override this if static fields of cotangents differ from those of primals, e.g. units.
+        Here `ct` is a value of this type (which must be `linear`), or a plain array if only other results
+        have this type. Override this if cotangents and primals have different static fields, e.g. units.
         """
         return ct
 
@@ -209,7 +209,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         This is used to iterate over rows in `lax.scan` and `lax.map`. If it isn't overridden, then leaves
         with the shape of the array are sliced along their first axis, provided that the slices materialise to
-        the rows of the array. Otherwise this value is materialised.
+        the array's rows. Otherwise this value is materialised.
         """
         return NotImplemented
 
@@ -249,7 +249,7 @@ class ArrayValue(Value):
     """
 
     def aval(self) -> jax.core.ShapedArray:
-        """Returns the shape and dtype of the dense array. By default, inferred from `materialise`."""
+        """Returns the dense array's shape and dtype. By default, inferred from `materialise`."""
         with probing():
             # Create a new function each time to avoid a cache hit, since JAX compares statics by `==`, and `1
             # == 1.0`.
@@ -360,7 +360,7 @@ def is_value(x: Any) -> bool:
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Returns whether parts of a Value are missing, as is the case after `eqx.partition`.
+    """Returns whether a Value has missing parts, as is the case after `eqx.partition`.
 
     A part is considered to be missing if it is None (or contains None), provided that the field's annotation
     and default don't allow for this, and that the Value can't be materialised without it. The same applies to
@@ -383,7 +383,7 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """Returns the names of those fields of a module or named tuple that aren't allowed to be None."""
+    """Returns the names of the fields that aren't allowed to be None in a module or named tuple."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # e.g. a local class, for which we assume that any field can be None
@@ -466,7 +466,7 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
 def materialise(tree: PyTree) -> PyTree:
     """Replaces every Value in `tree` by its dense array, including nested Values.
 
-    This can be used both inside and outside of quaxified functions. Note that calling this makes the
+    This can be used both inside and outside quaxified functions. Note that calling this makes the
     materialisation explicit, so it isn't subject to the policy.
     """
 
@@ -481,7 +481,7 @@ def materialise(tree: PyTree) -> PyTree:
 def materialised(value: Any) -> Any:
     """Materialises a Value repeatedly until it is an array, at this level only.
 
-    Anything else is returned unchanged. In particular, this includes a tracer of another level.
+    Anything else is returned unchanged. In particular, this includes a tracer from another level.
     """
     while is_value(value):
         value = type(value).materialise(value)
@@ -517,7 +517,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def aval_of(value: Value) -> Any:
-    """Returns `value.aval()` on the mesh of its leaves, memoised by leaf avals and statics."""
+    """Returns `value.aval()` on its leaves' mesh, memoised by leaf avals and statics."""
     statics: list[Any] = [compat.x64_enabled()]
     leaf_avals: list[Any] = []
     try:
@@ -549,7 +549,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
     """Computes an aval, or raises an error if this ends up computing the same aval again.
 
     We can't just wait for the recursion limit. There might be code in between that catches errors and then
-    tries again, and then the time taken would double at each level of recursion. For the same reason, once we
+    tries again, and then the time taken would double at each recursion level. For the same reason, once we
     find such a call we mark its class as endless, until the outermost call returns.
     """
     cls, now = type(value), running_hooks
@@ -628,7 +628,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 def _check_aval(value: Value, aval: Any, key: Any) -> None:
     """Raises if `aval` contradicts `materialise`. (If the latter refuses then there's nothing to check.)
 
-    Normally we only check the first value of each class. Under `jax_enable_checks` we check every one.
+    Normally we only check each class's first value. Under `jax_enable_checks` we check every one.
     """
     cls = type(value)
     _checked.add(cls)

@@ -1,4 +1,4 @@
-"""Variables of Flax NNX among the arguments of a quaxified function.
+"""Flax NNX Variables among the arguments of a quaxified function.
 
 There must only be a single copy of each Variable, even if it occurs several times. This is so that shared
 parameters remain shared. In addition, any changes to the copy must be written back to the original.
@@ -39,11 +39,11 @@ class Copies:
         return copy
 
     def write_back(self, unwrap: Callable[[Any], Any]) -> None:
-        """Writes any changes of the copies back to the Variables, and adds new Variables.
+        """Writes any changes in the copies back to the Variables, and adds new Variables.
 
         **Arguments:**
 
-        - `unwrap`: converts the content of a Variable from inside the function to its content outside.
+        - `unwrap`: converts a Variable's content from inside the function to its content outside.
         """
         for variable, copy, before in self._of.values():
             # If the content hasn't changed then don't write it. This would count as a mutation, which Flax

@@ -1,8 +1,8 @@
-"""Operators, methods and attributes of arrays, on types without `ArrayOperators`.
+"""Array operators, methods and attributes, on types without `ArrayOperators`.
 
-A Value has all of these if there is a level of `quaxify` that dispatches on it. The same is true of any
-Values nested inside the operands of a rule. In any other context it has none of them: `hasattr` returns
-False, and trying to use one raises an error, which explains what to write instead.
+A Value has them all if there is a level of `quaxify` that dispatches on it. The same is true for any Values
+nested inside a rule's operands. In any other context it doesn't have them: `hasattr` returns False, and
+trying to use one raises an error, which explains what to write instead.
 
 Importantly, `==` never compares Values as pytrees. This is what Equinox does by default, but it would
 silently return a single bool even though the user probably meant an elementwise comparison.
@@ -173,7 +173,7 @@ _NUMPY_HIDES_ERRORS = {f.__name__: anywhere(f) for f in (jnp.array_equal, jnp.ar
 
 
 def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Called by NumPy for each of its functions. Most of these then use the dense array returned by
+    """Called by NumPy for each of its functions. Most then use the dense array returned by
     `__array__`.
 
     Note that `__array__` might raise an error. There are two NumPy functions that would swallow this and
@@ -191,7 +191,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores the operators of mixins that come after `ArrayValue`.
+    """Restores operators from mixins that come after `ArrayValue`.
 
     Without this, our stand-ins would shadow them.
     """

@@ -118,21 +118,20 @@ def stored(
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Loads a file written by `save`, or any other safetensors file whose names match those of the model.
+    """Loads a file written by `save`, or any other safetensors file whose names match the model's.
 
     The types of arrays are determined by the file, and their shapes and dtypes by `like`. For example, this
     means that you can load a file containing quantised weights into the original, unquantised model.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder containing either of
-        these.
+    - `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder containing either.
     - `like`: a model with the same structure, whose arrays can be `jax.ShapeDtypeStruct`s (see
         `eqx.filter_eval_shape`).
     - `types`: as for `save`.
     - `strict`: whether to raise an error if the file has arrays that aren't in the model. Defaults to True.
 
-    **Returns:** `like` with its arrays replaced by those in the file.
+    **Returns:** `like` with its arrays replaced by the ones in the file.
 
     **Raises:** `FileNotFoundError` if `path` doesn't exist. `CheckpointError` if the checkpoint is damaged,
     was saved by an unknown version, or doesn't match the model. The error message includes the file and the

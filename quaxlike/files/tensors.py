@@ -106,7 +106,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Memory-maps a tensor, so that we only read those parts from disk that are actually used."""
+        """Memory-maps a tensor, so that we only read the parts from disk that are actually used."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]

@@ -416,7 +416,7 @@ def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
 
 
 def _compare_with_materialize(x: ImplicitArray) -> None:
-    """Warns if the shape or dtype that were specified or computed differ from those of `materialize`."""
+    """Warns if the shape or dtype that were specified or computed differ from what `materialize` returns."""
     if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
         return  # some leaf is just a placeholder, e.g. because we're in the middle of a tree transformation
     said = {"shape": x.shape, "dtype": x.dtype}  # this raises an error if they can't be determined

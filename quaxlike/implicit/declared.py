@@ -41,7 +41,7 @@ class Declared:
         return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
 
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
-        """Returns how many of the leading axes of each field are due to stacking."""
+        """Returns how many leading axes each field has due to stacking."""
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
 
 

@@ -146,7 +146,7 @@ def _closed(hint: Any) -> Any:
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
     """Annotates a handler, using `Any` for any annotations that are missing.
 
-    If one of the parameters is a sequence of operands then it is converted to `*args`. Any parameters that
+    If a parameter is a sequence of operands then it is converted to `*args`. Any parameters that
     come after it become keyword-only.
     """
     signature = inspect.signature(handler)

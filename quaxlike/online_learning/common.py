@@ -84,7 +84,7 @@ class _Numbers:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_equations(self, jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
-        """Returns the number of each equation, which is None for identities."""
+        """Returns each equation's number, which is None for identities."""
         return self._run(jaxpr, consts)[0]
 
     def _run(
@@ -159,7 +159,7 @@ class _Numbers:
             self._derivatives = before
 
     def _of(self, x: Any) -> Hashable:
-        """Returns a hashable key for a parameter of an equation."""
+        """Returns a hashable key for an equation's parameter."""
         if hasattr(compat.open_jaxpr(x), "eqns"):
             jaxpr = compat.open_jaxpr(x)
             results = self._run(jaxpr, getattr(x, "consts", ()))[1]

@@ -15,11 +15,11 @@ from .step import Step
 class DRTRL(Learner):
     """The D-RTRL algorithm. This keeps a trace for each weight and for each example in the batch.
 
-    Let D = ∂hᵗ/∂hᵗ⁻¹ be the elementwise derivative of the state with the outputs of weights held fixed, and
-    let x be the input to a weight. Then the trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is
-    given by Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; in particular
-    recurrence through weights is neglected. Note that the memory usage is O(batch · in · out). If this is too
-    much, then consider using [`PPProp`][quaxlike.online_learning.PPProp] instead.
+    Let D = ∂hᵗ/∂hᵗ⁻¹ be the elementwise derivative of the state with all weight outputs held fixed, and let x
+    be the input to a weight. Then the trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is given by
+    Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; in particular recurrence
+    through weights is neglected. Note that the memory usage is O(batch · in · out). If this is too much, then
+    consider using [`PPProp`][quaxlike.online_learning.PPProp] instead.
 
     !!! example
 
@@ -126,7 +126,7 @@ def _dtype_of(trace: dict[str, Any]) -> Any:
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """Returns the number of batch axes in a trace."""
+    """Returns how many batch axes a trace has."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 

@@ -53,9 +53,7 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns a rule of the primitive, to which the parameters of this equation have already been
-        applied.
-        """
+        """Returns a rule of the primitive, to which this equation's parameters have already been applied."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
@@ -90,7 +88,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The name of the primitive and the line of the equation, which we use in error messages."""
+        """The name of the primitive and the equation's source line, for error messages."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
@@ -106,7 +104,7 @@ class Op:
 
 
 def _form(x: Any) -> str:
-    """Describes the output of a rule. This is used in error messages."""
+    """Describes a rule's output. This is used in error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -160,7 +158,7 @@ class Relation:
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """Binds the primitive of an equation. If `written` is passed then we use its source location instead."""
+    """Binds an equation's primitive. If `written` is passed then we use its source location instead."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -170,7 +168,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
     """Evaluates a jaxpr, inlining all calls.
 
     If JAX has cached a jaxpr then its equations don't have a source location in the user's code. In this case
-    we use the source location of the call, so that error messages can still refer to a line.
+    we use the call's source location, so that error messages can still refer to a line.
     """
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))

@@ -21,20 +21,20 @@ class UntracedParameterWarning(UserWarning):
 
 
 class MixingWarning(UserWarning):
-    """The warning that is issued if a step mixes different positions of the state. (Learners assume that
-    these are independent of each other.)
+    """The warning that is issued if a step mixes different positions in the state. (Learners assume that
+    these are independent.)
     """
 
 
 class Learned(NamedTuple):
-    """The output of `Learner.value_and_grad`.
+    """What `Learner.value_and_grad` returns.
 
     - `loss`: the loss for this step.
-    - `grads`: the gradient of the loss. It has the same structure as the model, with None for leaves that
+    - `grads`: the loss gradient. It has the same structure as the model, with None for leaves that
         aren't trained.
     - `state`: the next state.
     - `traces`: the next traces.
-    - `output`: the output of the step.
+    - `output`: the step's output.
     """
 
     loss: Array
@@ -49,7 +49,7 @@ class Learner(abc.ABC):
 
     Backpropagation through time must store the whole history and then traverse it in reverse. In contrast a
     learner carries *traces*, which are derivatives of the state with respect to the weights, and returns a
-    gradient for the loss of each individual step. This means that memory usage is independent of the sequence
+    gradient for the loss at each individual step. This means that memory usage is independent of the sequence
     length, and that you can update the weights after every step.
 
     Traces are kept for weights that are used through ETP primitives, such as
@@ -75,7 +75,7 @@ class Learner(abc.ABC):
 
         **Arguments:** as for the step. We only use their shapes and dtypes.
 
-        **Returns:** the traces, all of which are zero.
+        **Returns:** the traces, which are all zero.
 
         **Raises:** `ValueError` if this learner doesn't support the step. The error message gives the reason.
         """
@@ -101,7 +101,7 @@ class Learner(abc.ABC):
 
         - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
-        - `traces`: the result of calling `init`, or the traces from the previous step.
+        - `traces`: the output from `init`, or the traces from the previous step.
         - `targets`: any additional arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
@@ -146,7 +146,7 @@ class Learner(abc.ABC):
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
         """Differentiates the loss with respect to the last states, but not through the next states.
 
-        For example, this is nonzero if the output or the input of an op uses the last states directly.
+        For example, this is nonzero if the output or the input to an op uses the last states directly.
         """
         step, signals = traced.step, {}
         for group in step.groups:
@@ -209,9 +209,7 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """Returns the cotangents for the weights of a relation, given the cotangents `(*states, S)` of the
-        states.
-        """
+        """Returns cotangents for a relation's weights, given state cotangents of shape `(*states, S)`."""
 
 
 class Linearised:
@@ -261,16 +259,14 @@ class Linearised:
     def _columns(
         self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
     ) -> Array:
-        """Returns the derivatives of a group with respect to one component of a state, or of a y."""
+        """Returns a group's derivatives with respect to one component of a state or y."""
         primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
         shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
         return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
 
 
 def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
-    """Returns a tangent of ones (or of i, for an imaginary part) if `number` is chosen, and of zeros
-    otherwise.
-    """
+    """Returns a tangent of ones (or i, for an imaginary part) if `number` is chosen, and zeros otherwise."""
     if chosen is None or chosen[0] != number:
         return jnp.zeros_like(like)
     return jnp.full_like(like, 1j if chosen[1] else 1)
@@ -283,7 +279,7 @@ def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
 
 
 def _of_dtype(x: Array, dtype: Any) -> Array:
-    """Casts the cotangent of a weight to the dtype of the weight."""
+    """Casts a weight's cotangent to the dtype of the weight."""
     is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
     return (x.real if is_real else x).astype(dtype)
 

@@ -3,7 +3,7 @@
 Learners assume that the Jacobian of the next state is diagonal, both with respect to the last state and with
 respect to each y. If this isn't the case then they return incorrect gradients. To check this assumption, we
 track positions through the jaxpr. That is, for each variable and each argument, we keep track of which
-(single) position of the argument each element of the variable depends on. If an element would depend on
+(single) position in the argument each element of the variable depends on. If an element would depend on
 several positions, then we report the equation in question as mixing them.
 """
 
@@ -20,7 +20,7 @@ from ..primitives import DefinedPrimitive
 
 
 class Digit(NamedTuple):
-    """An axis of a variable (or a factor of one) that corresponds to an axis of the argument.
+    """An axis of a variable (or a factor of one) that corresponds to an axis in the argument.
 
     The position along this axis is `argument index // stride % size`, plus `start`.
     """
@@ -40,7 +40,7 @@ Places = dict[int, Place]
 
 
 class Mixed(Exception):
-    """Raised if an equation mixes the positions of an argument."""
+    """Raised if an equation mixes an argument's positions."""
 
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
@@ -55,7 +55,7 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """Returns the place of the argument itself, but with `lead` additional leading axes."""
+    """Returns the argument's own place, but with `lead` additional leading axes."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 
@@ -87,7 +87,8 @@ class Positions:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """Returns the places of the outputs, given the places of the arguments. This might raise `Mixed`."""
+        """Returns the places for the outputs, given the places for the arguments. This might raise
+        `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -155,7 +156,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """Computes the places for the carry of a loop, by iterating until we reach a fixed point."""
+        """Computes the places for a loop's carry, by iterating until we reach a fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:
@@ -344,7 +345,7 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
-    """The start index isn't known here, so this is only supported if the slice spans every axis of the
+    """The start index isn't known here, so this is only supported if the slice spans every axis in the
     argument.
     """
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
@@ -353,7 +354,7 @@ def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _update(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Overwrites some of the elements. The new elements must be independent of the argument."""
+    """Overwrites some elements. The new elements must not depend on the argument."""
     return places[0] if all(place is None for place in places[1:]) else None
 
 

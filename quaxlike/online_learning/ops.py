@@ -44,7 +44,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
-    """Creates a batching rule. If only x is batched then this binds the batched version of the primitive."""
+    """Creates a batching rule. If only x is batched then this binds the primitive's batched version."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -124,7 +124,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
 @register([etp_mm_p, etp_mv_p])
 def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
-    """Trains a LoRA adapter online, regardless of what type of weight it has been applied to."""
+    """Trains a LoRA adapter online, regardless of which type of weight it has been applied to."""
     plain = w.magnitude is None and (w.key is None or w.dropout == 0)
     if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
         return NotImplemented
@@ -207,15 +207,15 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """The sparsity pattern of a weight. Patterns are hashable and are compared by value, so they can be
+    """A weight's sparsity pattern. Patterns are hashable and are compared by value, so they can be
     static.
 
     **Arguments:**
 
-    - `rows`, `columns`: the indices of each entry, as integers of shape `(entries,)`.
-    - `shape`: the shape `(in, out)` of the weight.
+    - `rows`, `columns`: each entry's indices, as integers with shape `(entries,)`.
+    - `shape`: the weight's shape `(in, out)`.
 
-    **Raises:** `ValueError` if any of the indices are out of bounds.
+    **Raises:** `ValueError` if any indices are out of bounds.
     """
 
     @checked
@@ -280,8 +280,8 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
-    - `data`: the values of the entries, with shape `(entries,)`.
-    - `pattern`: the indices of the entries. If several entries have the same indices then they are summed.
+    - `data`: the entries' values, with shape `(entries,)`.
+    - `pattern`: the entries' indices. If several entries have the same indices then they are summed.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -413,7 +413,7 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """Extracts the window of x at each spatial position of y. The result has shape `(batch, *space, *window,
+    """Extracts the window of x at each spatial position in y. The result has shape `(batch, *space, *window,
     in)`.
     """
     *window, n_in, _ = kernel.shape
@@ -437,7 +437,7 @@ def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_state
 
 
 def _beside_window(g: Any, ndim: int) -> Any:
-    """Inserts axes of size 1 before the last axis of `g`, so that it has `ndim` axes in total."""
+    """Inserts axes of size 1 before the last axis in `g`, so that it has `ndim` axes in total."""
     return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
 
 
@@ -478,8 +478,8 @@ def conv(
 ) -> jax.Array:
     """A convolution over one, two or three spatial axes, where `kernel` and `bias` are trained online.
 
-    Note that with D-RTRL, the trace for each spatial position of the output is as large as the kernel. In
-    contrast the traces of pp_prop are only as large as the output.
+    Note that with D-RTRL, the trace for each spatial position in the output is as large as the kernel. In
+    contrast pp_prop's traces are only as large as the output.
 
     **Arguments:**
 

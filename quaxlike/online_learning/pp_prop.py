@@ -20,8 +20,8 @@ class PPProp(Learner):
     another trace of its effect on the state, which takes much less memory than D-RTRL.
 
     We approximate the trace used by D-RTRL by the product of two traces, ε_x ← α ε_x + x and ε_f ← α D ε_f +
-    (1 − α) ∂h/∂y. To compute the gradient, we evaluate the VJP of the weight at input ε_x, with the cotangent
-    of y being Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹). The memory usage is O(batch · (in + out)).
+    (1 − α) ∂h/∂y. To compute the gradient, we evaluate the weight's VJP at input ε_x, with the cotangent of y
+    being Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹). The memory usage is O(batch · (in + out)).
 
     !!! example
 

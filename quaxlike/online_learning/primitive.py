@@ -1,4 +1,4 @@
-"""ETP primitives, which mark the use of trainable weights and define rules for online learning."""
+"""ETP primitives, which mark where trainable weights are used and define rules for online learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,11 +26,11 @@ RULES = {
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks the use of trainable weights. ETP stands for eligibility trace propagation.
+    """A primitive that marks where trainable weights are used. ETP stands for eligibility trace propagation.
 
-    You can create one of these using [`register_primitive`][quaxlike.online_learning.register_primitive].
+    You can create one using [`register_primitive`][quaxlike.online_learning.register_primitive].
     Each primitive computes an output y from an input x and some weights. A learner looks for these primitives
-    in the step of a recurrent network. It then uses their rules to propagate traces and compute gradients.
+    in a recurrent network's step. It then uses their rules to propagate traces and compute gradients.
     Each rule is stored in a slot with the same name.
     """
 
@@ -41,7 +41,7 @@ class ETPPrimitive(DefinedPrimitive):
     y_outvar_index: int = 0
 
     def register_yw_to_w(self, rule: _F) -> _F:
-        """Registers the rule that multiplies a trace by a factor for each element of y.
+        """Registers the rule that multiplies a trace by a factor for each element in y.
 
         **Arguments:**
 
@@ -54,7 +54,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("yw_to_w").register(rule)
 
     def register_xy_to_dw(self, rule: _F) -> _F:
-        """Registers the rule that computes the cotangents of the weights.
+        """Registers the rule that computes the weights' cotangents.
 
         **Arguments:**
 
@@ -66,7 +66,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("xy_to_dw").register(rule)
 
     def register_init_drtrl(self, rule: _F) -> _F:
-        """Registers the rule that initialises the traces of D-RTRL.
+        """Registers the rule that initialises D-RTRL's traces.
 
         **Arguments:**
 
@@ -80,7 +80,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("init_drtrl").register(rule)
 
     def register_init_pp(self, rule: _F) -> _F:
-        """Registers the rule that initialises the output trace of pp_prop.
+        """Registers the rule that initialises pp_prop's output trace.
 
         **Arguments:**
 
@@ -109,11 +109,11 @@ class ETPPrimitive(DefinedPrimitive):
 
         - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the corresponding methods.
         - `instant`: a function `instant(x, g, weights, **params)`. It should return the contribution of a
-            single step to the traces of D-RTRL, scaled by `g`. You only need this if the trace and the weight
-            have different shapes. Defaults to applying `xy_to_dw` to each example.
-        - `solve`: a function `solve(g, trace, weights, **params)`. It should return the cotangents of the
-            weights, given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum
-            over the batch.
+            single step to D-RTRL's traces, scaled by `g`. You only need this if the trace and the weight have
+            different shapes. Defaults to applying `xy_to_dw` to each example.
+        - `solve`: a function `solve(g, trace, weights, **params)`. It should return the weights' cotangents,
+            given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum over the
+            batch.
         - `pp_input`: a function `pp_input(x, weights, **params)`. This computes the quantity that pp_prop
             keeps a trace of, in which y must be linear. Defaults to returning x.
         """
@@ -232,7 +232,7 @@ def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
 
 @checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Returns a dict from the name of each trainable operand to its index, given these parameters."""
+    """Returns a dict from each trainable operand's name to its index, given these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
     found: Any = primitive.trainable_invars_fn({} if params is None else params)
@@ -262,7 +262,7 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
     """Creates an `init_drtrl` rule that returns zeros of shape `(batch..., *weight, num_states)`.
 
-    `batch` is the number of batch axes in x. If this isn't known in advance then you can also pass a function
+    `batch` is how many batch axes x has. If this isn't known in advance then you can also pass a function
     that computes it from the aval of x.
     """
 
@@ -283,8 +283,8 @@ def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], nu
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Creates an `xy_to_dw` rule from the VJP of `fn(x, *weights, **params)`, where `keys` are the names of
-    the weights.
+    """Creates an `xy_to_dw` rule from the VJP of `fn(x, *weights, **params)`, where `keys` are the weight
+    names.
     """
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The traced step of a recurrent network, and the different ways of evaluating it for online learning."""
+"""A recurrent network's traced step, and the different ways to evaluate it for online learning."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step:
-    """A traced step. It maps leaves of the parameters, state and inputs to leaves of the next state and
+    """A traced step. It maps the leaves of the parameters, state and inputs to leaves for the next state and
     output.
 
     We inline all calls to obtain one flat list of equations, and then merge any equations that are equal.
@@ -54,7 +54,7 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step, except that the outputs of ops are computed by `on_op`. Returns the next state and
+        """Runs the step, except that op outputs are computed by `on_op`. Returns the next state and
         the output.
         """
         read, env = self._environment(params, state, inputs)
@@ -73,9 +73,9 @@ class Step:
         shifts: Mapping[int, Any],
         last: Mapping[int, Any] = {},
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the next state and the output, with derivatives that exclude the contributions of traces.
+        """Returns the next state and the output, with derivatives that exclude what traces contribute.
 
-        - The derivative with respect to a shift of a next state is its effect on the output, either directly
+        - The derivative with respect to a shift in a next state is its effect on the output, either directly
             or through ops. It excludes the effect on other states, because the traces already include this.
         - The derivative with respect to a shift in `last`, which shifts the last states of one group, is
             similar. It also excludes any recurrence through ops (i.e. effects on next states that in turn
@@ -187,7 +187,7 @@ class Step:
     def isolated(
         self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
     ) -> list[Any]:
-        """Returns the next state as a function of the last state and of a shift for each y.
+        """Returns the next state as a function of the last state and a shift for each y.
 
         This stops gradients through ops, unless they are gradient-enabled.
         """
@@ -328,7 +328,7 @@ class Step:
 
     def _reached_by(self, number: int) -> list[bool]:
         """Returns, for each next state, whether it has a derivative with respect to a given state or a shift
-        of some y.
+        in some y.
         """
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]

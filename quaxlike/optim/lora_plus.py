@@ -1,4 +1,4 @@
-"""LoRA+, which uses a larger learning rate for those adapter parameters that are initialised to zero."""
+"""LoRA+, which uses a larger learning rate for adapter parameters that are initialised to zero."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""`custom_dce`, for functions that can compute less if some of their results are unused.
+"""`custom_dce`, for functions that can compute less if some results are unused.
 
 Nothing that outlives a trace is allowed to contain tracers from that trace. JAX eliminates dead code only
-after the trace has ended, and this is when it calls the user-provided rule. A tracer in the closure of the
-rule would therefore be a leak. So beforehand we extract all tracers from closures and pass them as operands,
-and put the new values back in when the rule is called.
+after the trace has ended, and this is when it calls the user-provided rule. A tracer in the rule's closure
+would therefore be a leak. So beforehand we extract all tracers from closures and pass them as operands, and
+put the new values back in when the rule is called.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ class custom_dce(Generic[_P, _T]):
     """Gives a function a rule for dead code elimination, i.e. what to compute if only some results are used.
 
     Normally `jax.jit` removes unused results by itself. It can't do so for a kernel, as this always computes
-    all of its results. By defining a rule, you can call a different kernel that only computes some of them.
-    The rule is called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`,
+    all its results. By defining a rule, you can call a different kernel that only computes some of them. The
+    rule is called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`,
     `checkpoint` etc.). It isn't called when running eagerly, or when all results are used. If the rule
-    doesn't use some of the inputs then these aren't computed either.
+    doesn't use some inputs then these aren't computed either.
 
     The rule is used under every transform. In particular, JAX differentiates the computation defined by the
     rule, so that any results that aren't used by the caller or the backward pass are never computed. For this
-    to work, the backward pass recomputes from the inputs instead of using residuals. (XLA then merges
+    to work, the backward pass recomputes from the inputs rather than using residuals. (XLA then merges
     anything that is computed by both passes.) If the function has a custom derivative, either itself or in a
     function that it calls (using `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`), then this
     derivative is used, regardless of which results are used.
@@ -112,7 +112,7 @@ class custom_dce(Generic[_P, _T]):
 
         - `rule`: this is called as `rule(*statics, used_outs, *args)`, where `statics` are the arguments at
             `static_argnums`, `used_outs` is a tree of bools specifying which results are used, and `args` are
-            the remaining arguments. It should return the result of the function, in which any unused arrays
+            the remaining arguments. It should return the function's result, in which any unused arrays
             are ignored. As a shorthand, you can return None in place of an unused array or tree. You can also
             return a single array in place of a tree (or the whole result), in which case it is used for every
             array in that tree.
@@ -157,7 +157,7 @@ class custom_dce(Generic[_P, _T]):
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The function's name."""
         return getattr(self.fun, "__name__", repr(self.fun))
 
     def _resolve(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -255,7 +255,7 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule for one particular call. This outlives the trace of that call, so it doesn't contain any
+    """The rule for one particular call. This outlives that call's trace, so it doesn't contain any
     tracers.
     """
 

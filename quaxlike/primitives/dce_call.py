@@ -1,8 +1,8 @@
-"""The primitive behind `custom_dce`. It calls a jaxpr and has a rule for computing only some of the results.
+"""The primitive behind `custom_dce`. It calls a jaxpr and has a rule for computing only some results.
 
 Every transform produces an equation with the same primitive, and with the transformed jaxpr and rule. (If we
 didn't do this then the rule would be lost under `vmap` or `grad`.) The derivative is a separate equation, so
-that unused results and unused tangents can be eliminated independently of each other.
+that unused results and unused tangents can be eliminated independently.
 """
 
 import functools
@@ -98,7 +98,7 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
     """Eliminates dead code inside a loop whose body or condition calls functions with rules.
 
-    The carry of the loop is left unchanged. This is only used before JAX 0.12, as later versions do this
+    The loop's carry is left unchanged. This is only used before JAX 0.12, as later versions do this
     themselves.
     """
     if not any(used_outs) and not compat.has_effects(eqn):
@@ -169,9 +169,9 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """Returns the computation defined by the rule, but using the derivative of the original function.
+    """Returns the computation defined by the rule, but using the original function's derivative.
 
-    Dead code might be eliminated before we differentiate, so this requires the operands of both the rule and
+    Dead code might be eliminated before we differentiate, so this requires the operands for both the rule and
     the function.
     """
     of_function, needed = compat.dce(function, used)
@@ -207,7 +207,7 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """Returns a jaxpr that maps primals and nonzero tangents to the tangents of the results.
+    """Returns a jaxpr that maps primals and nonzero tangents to the results' tangents.
 
     This also returns a mask of which results are included. These are the results whose tangent can be
     nonzero, or if `instantiate=True`, every result that can have a tangent at all.
@@ -277,7 +277,7 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first element along the batch axis, for those results that aren't batched in the function.
+    """Takes the first element along the batch axis, for results that aren't batched in the function.
 
     In this case the rule might have batched them unnecessarily, but every element must be the same, so it
     doesn't matter which one we pick.

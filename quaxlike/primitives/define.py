@@ -138,7 +138,7 @@ def define_primitive(
 
 
 def _install(p: DefinedPrimitive) -> None:
-    """Adds the rules of a primitive, both handwritten and derived, to JAX's tables."""
+    """Adds a primitive's rules, both handwritten and derived, to JAX's tables."""
     ad.primitive_jvps[p] = functools.partial(derive.jvp, p)
     ad.primitive_transposes[p] = functools.partial(derive.transpose, p)
     batching.fancy_primitive_batchers[p] = functools.partial(derive.batch, p)

@@ -1,8 +1,8 @@
 """Differentiates, transposes and batches a primitive, using either a handwritten rule or a derived form.
 
-Batching is always outermost. That is, the derivative of a batched primitive is defined to be the batched
-derivative of its parent. This ensures that a handwritten derivative is used regardless of whether we
-differentiate or `vmap` first.
+Batching is always outermost. That is, the derivative of a batched primitive is defined to be its parent's
+derivative, batched. This ensures that a handwritten derivative is used regardless of whether we differentiate
+or `vmap` first.
 """
 
 from typing import Any
@@ -37,9 +37,7 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 def result_tangents(
     p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
-    """Returns the tangents of the results, which are symbolic zeros for those that don't depend on the
-    operands.
-    """
+    """Returns the results' tangents, which are symbolic zeros if they don't depend on the operands."""
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):

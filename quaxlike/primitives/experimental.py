@@ -1,8 +1,8 @@
 """Rules for transforms in `jax.experimental`, i.e. Taylor coefficients for jet and costs for roofline.
 
-Note that the rule for jet only requires the (first) derivative of the primitive. This is because the
-coefficients of `f(x(t))` are those of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther,
-Evaluating Derivatives, chapter 13).
+Note that the rule for jet only requires the primitive's (first) derivative. This is because the coefficients
+of `f(x(t))` are the ones of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating
+Derivatives, chapter 13).
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""The forms of a primitive, which are derived from (and computed by) its parent.
+"""A primitive's forms, which are derived from (and computed by) its parent.
 
-A form is a static parameter of a derived primitive. It specifies how the operands and results of the derived
-primitive are related to those of its parent. It also evaluates the derived primitive, using the
-implementation of the parent.
+A form is a static parameter of a derived primitive. It specifies how the derived primitive's operands and
+results are related to its parent's. It also evaluates the derived primitive, using the parent's
+implementation.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
 def of_chosen(
     fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
 ) -> tuple[list[Any], Flat]:
-    """Returns only those operands for which the mask is true, and a version of `fn` that maps just these
+    """Returns only the operands for which the mask is true, and a version of `fn` that maps just these
     operands to the chosen `results`.
     """
     chosen, held = split(mask, operands)
@@ -50,7 +50,7 @@ def of_chosen(
 class Jvp:
     """The form of a primitive that computes tangents for its parent.
 
-    The operands are the primals of the parent, then the results of the parent (if a handwritten rule requires
+    The operands are the parent's primals, then its results (if a handwritten rule requires
     them), and finally the tangents.
     """
 
@@ -97,7 +97,7 @@ class Vjp:
 class Transpose:
     """The form of a primitive that transposes its parent with respect to its linear operands.
 
-    The operands are the other operands of the parent, followed by the cotangents of its results.
+    The operands are the parent's other operands, followed by the cotangents of its results.
     """
 
     linear: tuple[ShapedArray | None, ...]
@@ -161,7 +161,7 @@ def zero_tangent(primal: Any) -> ad.Zero:
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """Returns the tangents of the results. If a result doesn't depend on any of the operands then this is
+    """Returns the results' tangents. If a result doesn't depend on any operand then this is
     None.
     """
     with take_current_trace() as parent:

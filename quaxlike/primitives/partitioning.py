@@ -1,4 +1,4 @@
-"""Partitioning of a primitive over devices, for implementations that are opaque to the compiler.
+"""Partitioning a primitive over devices, for implementations that are opaque to the compiler.
 
 In practice you only need this for kernels, as the compiler can already partition plain JAX code by itself.
 """
@@ -94,7 +94,7 @@ class Partitioning:
 
     @property
     def splittable(self) -> set[str]:
-        """The names of the dimensions along which we can split."""
+        """The dimensions along which we can split."""
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
@@ -102,7 +102,7 @@ class Partitioning:
 
         **Arguments:**
 
-        - `arrays`: the names, shape and spec for each array. These are in order of precedence, highest first.
+        - `arrays`: the names, shape and spec for each array. These are ordered by precedence, highest first.
         - `mesh`: the mesh that the specs refer to.
         """
         wishes: dict[str, list[Any]] = {}

@@ -1,8 +1,8 @@
 """The class for primitives that are defined using a single function.
 
-JAX transforms require that the parameters of a primitive are static and hashable, and that its operands are
-flat. So we store the tree structure in a parameter `in_tree` and any forms in a parameter `forms`. Neither of
-these are passed on to rules.
+JAX transforms require that a primitive's parameters are static and hashable, and that its operands are flat.
+So we store the tree structure in a parameter `in_tree` and any forms in a parameter `forms`. Neither are
+passed on to rules.
 """
 
 import dataclasses
@@ -108,18 +108,18 @@ class DefinedPrimitive(Primitive):
     rules. Its derivatives and batched forms are primitives as well, which means that you can recognise them
     in a jaxpr and give them their own rules. These are available as `jvp_p` (tangents of the results),
     `vjp_p` (cotangents of the operands), `transpose_p` (the transpose with respect to the linear operands)
-    and `batch_p` (mapped over an axis). Each of these has the same four attributes in turn.
+    and `batch_p` (mapped over an axis). Each has the same four attributes in turn.
 
     A derived primitive always has multiple results. It has the same parameters as its root, together with an
     additional parameter `forms`. This is a tuple, whose last entry specifies how its operands and results are
-    related to those of its parent.
+    related to its parent's.
 
     **Attributes:**
 
     - `root`: the primitive that this was ultimately derived from. This might be the primitive itself.
     - `parent`: the primitive that this is a form of, or None if it wasn't derived from anything.
     - `form`: either `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it wasn't derived from anything.
-    - `impl_fn`: the implementation of the root.
+    - `impl_fn`: the root's implementation.
     """
 
     # This is how the interpreter recognises these primitives.
@@ -169,7 +169,7 @@ class DefinedPrimitive(Primitive):
 
         **Arguments:**
 
-        - `args`: the operands, each of which is an array or a pytree of arrays.
+        - `args`: the operands, each an array or a pytree of arrays.
         - `params`: static parameters, which must be hashable.
 
         **Returns:** the result of the function that this primitive was defined with.
@@ -245,7 +245,7 @@ class DefinedPrimitive(Primitive):
     def nonzero_tangents(
         self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[bool, ...]:
-        """Returns which of the results can have nonzero tangents, if only the `nonzero` operands do."""
+        """Returns which results can have nonzero tangents, if only the `nonzero` operands do."""
         tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
         _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
         return tuple(tangent is not None for tangent in out)
@@ -399,7 +399,7 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def where(fn: Callable[..., Any]) -> str:
-    """Returns the name of a function and where it was defined. This is used in error messages."""
+    """Returns a function's name and where it was defined. This is used in error messages."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

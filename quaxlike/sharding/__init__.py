@@ -1,4 +1,4 @@
-"""Sharding of models, including any Values they contain, over a mesh of devices."""
+"""Sharding models, including any Values they contain, over a mesh of devices."""
 
 from typing import Any
 

@@ -18,8 +18,8 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
     """Creates a rule for fully sharded data parallelism.
 
     Each device stores an equal shard of every weight, and weights are all-gathered when they are used. The
-    arrays inside a Value (e.g. codes, scales, or the factors of an adapter) are sharded independently, along
-    any axis that is divisible by the number of devices. This means that we gather packed codes, rather than
+    arrays inside a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along
+    any axis that is divisible by the device count. This means that we gather packed codes, rather than
     the much larger materialised weights. One-dimensional arrays, such as norm scales and biases, are
     replicated.
 

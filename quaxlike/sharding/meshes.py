@@ -1,6 +1,6 @@
-"""Helpers for meshes, for example to find the mesh of some arrays or to parse a mesh from a string.
+"""Helpers for meshes, for example to find which mesh some arrays are on or to parse a mesh from a string.
 
-If a mesh has explicit axes, then JAX can't infer the output sharding of some operations (such as indexing),
+If a mesh has explicit axes, then JAX can't infer the output sharding for some operations (such as indexing),
 and raises an error during tracing. Models should use the functions below, which specify these shardings.
 """
 
@@ -25,7 +25,7 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
     """Finds the mesh axis for expert parallelism. If there isn't one, then this is the axis for tensor
     parallelism.
 
-    Returns None if neither of these is available, or if `count` isn't divisible by its size.
+    Returns None if neither is available, or if `count` isn't divisible by its size.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
@@ -36,9 +36,9 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 
 
 def sequence_axis(tree: Any) -> str | None:
-    """Finds the mesh axis for context parallelism, i.e. along the first axis (tokens) of the given arrays.
+    """Finds the mesh axis for context parallelism, i.e. along the first axis (tokens) in the given arrays.
 
-    Returns None if there is no such axis, or if the number of tokens isn't divisible by its size.
+    Returns None if there is no such axis, or if the token count isn't divisible by its size.
     """
     if (mesh := mesh_of(tree)) is None:
         return None
@@ -59,10 +59,10 @@ def mesh_of(tree: Any) -> Any:
 
 
 def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Creates a mesh over all devices from a string such as "data=2,model=4". All of its axes are automatic.
+    """Creates a mesh over all devices from a string such as "data=2,model=4". Its axes are all automatic.
 
     By default the mesh uses the available devices. Passing `devices` makes it possible to compile for other
-    devices instead, e.g. those of a topology description.
+    devices instead, e.g. the ones in a topology description.
 
     **Raises:** `ValueError` if the string is malformed, or if the number of devices doesn't match.
     """
@@ -89,7 +89,7 @@ def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.shard
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """Looks up rows of an embedding. The output is sharded in the same way as the tokens, and its rows aren't
+    """Looks up rows in an embedding. The output is sharded in the same way as the tokens, and its rows aren't
     sharded.
     """
     mesh = mesh_of((embedding, at))

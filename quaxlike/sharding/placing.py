@@ -1,7 +1,7 @@
 """Partition specs for models that contain Values, and functions that shard such models over a mesh.
 
-A spec describes the logical array, from which we derive the specs for each of the arrays inside a Value.
-Importantly, every shard of a Value must itself be a Value of the same type, with whole blocks, because
+A spec describes the logical array, from which we derive the specs for each array inside a Value.
+Importantly, every shard of a Value must itself be a Value of the same type with whole blocks, because
 without this devices couldn't compute with their shards.
 """
 
@@ -30,26 +30,26 @@ Rule = NamedRule | Mapping[str, jax.P]
 
 @checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
-    """Computes the partition spec of every array in a model, including those inside Values.
+    """Computes the partition spec for every array in a model, including arrays inside Values.
 
     Rules apply to logical arrays. For example, the spec for a weight of shape `(out, in)` works regardless of
-    whether this is a plain array, 4-bit codes with scales, or either of these with an adapter.
+    whether this is a plain array, 4-bit codes with scales, or either with an adapter.
 
     **Arguments:**
 
     - `model`: any pytree. Its arrays can be `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`).
     - `rule`: a dict from regular expressions to partition specs, in which the first expression that matches a
-        full name is used, and the name of a layer refers to its `weight`. Alternatively, a function of the
-        name and the array or Value that returns a spec, or a Value with a spec in place of each array, as do
+      full name is used, and a layer's name refers to its `weight`. Alternatively, a function of the name and
+      the array or Value that returns a spec, or a Value with a spec in place of each array, as do
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
         spec is missing or None are replicated.
 
     Note that if the scales are themselves quantised, then their blocks span several rows. If a spec shards
     the rows of such a weight, then we return specs for a weight with float32 scales, and
-    [`shard`][quaxlike.sharding.shard] converts the weight accordingly. This leaves the values of the weight
+    [`shard`][quaxlike.sharding.shard] converts the weight accordingly. This leaves the weight's values
     unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks of 64).
 
-    **Returns:** the model, with each array (including those inside Values) replaced by a `jax.P`, and all
+    **Returns:** the model, with each array (including arrays inside Values) replaced by a `jax.P`, and all
     other leaves replaced by None. You can pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or
     `jax.jit`.
 
@@ -80,8 +80,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """Converts a rule to a callable. Raises an error if one of its regular expressions doesn't match
-    anything.
+    """Converts a rule to a callable. Raises an error if any regular expression doesn't match anything.
 
     **Arguments:** `arrays` maps these names to arrays, which allows for better hints in error messages. By
     default, hints only list the names.
@@ -151,7 +150,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     You should call this once, before training or generation. Inside `jax.jit`, use
     [`constrain`][quaxlike.sharding.constrain] instead.
 
-    If the scales of a weight are themselves quantised, then they are converted to float32 if their rows are
+    If a weight's scales are themselves quantised, then they are converted to float32 if their rows are
     sharded. (Their blocks span several rows; see [`specs_for`][quaxlike.sharding.specs_for].)
 
     **Arguments:**
@@ -168,8 +167,8 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
     **Returns:** the model with its arrays sharded over the mesh. All other leaves are unchanged.
 
-    **Raises:** `ValueError` if the mesh doesn't have one of the named axes, if the shape of an array isn't
-    divisible by the number of devices, or if sharding would split a block of a quantised array.
+    **Raises:** `ValueError` if the mesh doesn't have one of the named axes, if an array's shape isn't
+    divisible by the device count, or if sharding would split a block of a quantised array.
 
     !!! example
 
@@ -201,7 +200,7 @@ def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Computes the shapes and shardings that `shard` would return, without actually placing any arrays.
 
     This is useful for restoring a checkpoint directly into its final sharding, for example with Orbax. It's
-    fine for the mesh and the number of processes to be different from when the checkpoint was saved.
+    fine for the mesh and the process count to be different from when the checkpoint was saved.
 
     **Arguments:**
 
@@ -252,7 +251,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. If the spec of an array is None, or
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. If an array's spec is None, or
         a rule returns None for it, then it is replicated.
 
     **Returns:** the model with its shardings constrained.
@@ -332,7 +331,7 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     """Explains why an array can't be sharded according to these specs. Returns None if it can.
 
-    The explanation is the end of a sentence, which should start with the name of the array.
+    The explanation ends a sentence, which should start with the array's name.
     """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
@@ -354,9 +353,7 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """Suggests how to shard a Value instead. (All of its arrays must be divisible by the same number of
-    devices.)
-    """
+    """Suggests how to shard a Value instead. (All its arrays must be divisible by the same device count.)"""
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

@@ -1,6 +1,6 @@
 """Reads arrays directly onto a mesh, which might span multiple processes.
 
-If possible, each process only reads those rows that are stored on its own devices. This requires that each
+If possible, each process only reads the rows that are stored on its own devices. This requires that each
 row of a Value depends only on the same row of every array inside it (`goes_by_rows`). If this isn't the case
 then we have to read the whole array.
 """
@@ -21,12 +21,12 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """An array or Value of which we can read just a part.
+    """An array or Value that we can read just a part of.
 
     `count` is the length of the first axis, or None if the array can only be read as a whole, in which case
     `read` is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
-    multiples of `step` or the end of the array. It's fine for this to return a view of a file. `then` is
-    applied to the rows that were read, and must operate on each row independently.
+    multiples of `step` or the array's end. It's fine for this to return a view of a file. `then` is applied
+    to the rows that were read, and must operate on each row independently.
     """
 
     count: int | None
@@ -41,9 +41,7 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """Returns the whole array as `jax.ShapeDtypeStruct`s. Returns None if some part of it isn't stored by
-        rows.
-        """
+        """Returns the whole array as `jax.ShapeDtypeStruct`s, or None if any part isn't stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))
@@ -104,7 +102,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns the range of rows that the devices of this process need."""
+    """Returns the range of rows that this process's devices need."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -117,7 +115,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, i
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
-    """Places an array on the mesh. `part` contains just some of its rows, starting at `start`."""
+    """Places an array on the mesh. `part` contains just some rows, starting at `start`."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)

@@ -1,4 +1,4 @@
-"""`check_type`, which tests a value of any type under all transforms."""
+"""`check_type`, which tests a value under all transforms."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     """Tests a value under all transforms, by comparing it with its materialised array.
 
-    We start by checking the hooks of its type: `aval`, static fields, flattening, pickling, stacking,
+    We start by checking its type's hooks: `aval`, static fields, flattening, pickling, stacking,
     `linear`, `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. We then run each program both
     on the Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of
     two, and under `jax.grad` with respect to every inexact leaf. If the results differ, then we compare each
@@ -96,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Returns whether we can shard the rows of the value over as many devices as those of the array."""
+    """Returns whether we can shard the rows of the value over as many devices as we can for the array."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:

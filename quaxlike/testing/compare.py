@@ -1,4 +1,4 @@
-"""Compares the results of running two programs."""
+"""Compares what two programs return."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def disagreement(
     - `tolerance`: the allowed difference, relative to the largest finite element. By default, this depends on
         the dtypes.
     - `atol`: the allowed absolute difference.
-    - `scale`: the magnitude of the summands. This is useful for sums that nearly cancel.
+    - `scale`: the summands' magnitude. This is useful for sums that nearly cancel.
     - `nans`: whether NaNs must be in the same positions.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)
@@ -87,9 +87,7 @@ def _difference(
 
 
 def _has_numbers(x: Any) -> bool:
-    """Returns whether there are any values to compare. (For example the gradient of an integer doesn't have
-    any.)
-    """
+    """Returns whether there are any values to compare. (An integer's gradient doesn't have any.)"""
     return jnp.result_type(x) != jax.dtypes.float0
 
 
@@ -107,8 +105,8 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """Returns a weighted sum of all inexact arrays in a tree. Every element has a different weight, so that a
-    gradient of this sum can tell them apart.
+    """Returns a weighted sum of all inexact arrays in a tree. Every element has a different weight, so that
+    this sum's gradient can tell them apart.
     """
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):

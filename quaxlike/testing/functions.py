@@ -40,7 +40,7 @@ def check_program(
     """Tests whether a function works with any kind of array.
 
     We call the function with several kinds of Values in place of its arrays (first for one argument at a time
-    and then for all of them), and compare the results with those on arrays. If the function requires
+    and then for all of them), and compare the results with the ones for arrays. If the function requires
     something that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it
     treats them differently, then the report includes the line at which this happens. This is the counterpart
     to [`quaxlike.testing.check_type`][], which tests a type.
@@ -53,30 +53,30 @@ def check_program(
     - `"metadata"`: as above, with some additional metadata that is stored as a module with static fields.
     - `"non-linear"`: the product of two leaves. This doesn't have any rules, so primitives materialise it.
     - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape is therefore different from
-        that of the array. This doesn't have any rules either.
-    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is also
-        a failure if the function returns different values for this array than for the original one because it
-        takes a different code path.
+      the array's. This doesn't have any rules either.
+    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is
+        also a failure if the function returns different values for this array than for the original one
+        because it takes a different code path.
 
     **Arguments:**
 
     - `fn`: the function. It should return a pytree of arrays, and must be deterministic.
     - `arrays`: its arguments, as pytrees of small arrays. Random keys, and leaves that aren't arrays, are
         passed through unchanged.
-    - `which`: the names of the kinds to try. Alternatively, a dict of functions that convert an array to a
-        Value, or return None if this isn't possible. Defaults to all of the above.
+    - `which`: which kinds to try, by name. Alternatively, a dict of functions that convert an array to a
+        Value, or return None if this isn't possible. Defaults to all kinds.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` (over a stack of two), `"jvp"` and
         `"grad"` (with respect to all inexact leaves) are applied to `quaxify(fn)`; `"jit inside"` is
         `quaxify(jax.jit(fn))`; and `"two levels"` is two nested `quaxify`s, each dispatching on every other
-        Value. Defaults to all of these. Any transform that raises an error even on arrays is skipped.
+        Value. Defaults to all modes. Any transform that raises an error even on arrays is skipped.
     - `rtol`: the allowed difference, relative to the largest element. By default, this depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
     **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. If the function
     works with any kind of array, then it doesn't have any `failures`.
 
-    **Raises:** any error that `fn` raises when called with the arrays themselves. `ValueError` if none of the
-    arguments contain arrays, or if a name is unknown.
+    **Raises:** any error that `fn` raises when called with the arrays themselves. `ValueError` if no argument
+    contains any arrays, or if a name is unknown.
 
     !!! example
 
@@ -124,7 +124,7 @@ def _named(which: Iterable[str] | Zoo | None) -> Zoo:
 
 @dataclasses.dataclass(frozen=True)
 class _Case(Program):
-    """The function along with its arguments, some of which have been replaced by a kind of Value."""
+    """The function along with its arguments, some replaced by a kind of Value."""
 
     args: tuple[Any, ...] = ()
 
@@ -134,7 +134,7 @@ class _Case(Program):
 
     @property
     def leaves(self) -> list[Any]:
-        """All arrays, including those inside Values. Any other leaves are replaced by None."""
+        """All arrays, including arrays inside Values. Any other leaves are replaced by None."""
         return self._parts[0]
 
     def build(self, leaves: list[Any]) -> tuple[Any, ...]:
@@ -153,9 +153,9 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """Returns the arrays in the output of the function, keyed by path.
+    """Returns the arrays in the function's output, keyed by path.
 
-    The output might also contain functions, which we have no way of comparing.
+    The output might also contain functions, which we have no way to compare.
     """
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
@@ -270,7 +270,7 @@ class _Plain:
         return jax.jit(functools.partial(_jvp, self.fn, self.case))
 
     def eagerly(self) -> Any:
-        """Calls the function on copies of any NumPy arrays, because it might modify these in-place."""
+        """Calls the function with any NumPy arrays copied, because it might modify these in-place."""
         copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
         return _outputs(self.fn(*self.case.build(copied)))
 
@@ -301,7 +301,7 @@ class _Tester:
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """Returns the checks for all kinds of Values, both in each argument on its own and in all of them
+        """Returns the checks for every kind of Value, both in each argument on its own and in all arguments
         together.
         """
         table: dict[str, _Case] = {}
@@ -421,7 +421,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Replaces the arrays in `tree` by Values. Returns None if none of the arrays are suitable."""
+    """Replaces the arrays in `tree` by Values. Returns None if no array is suitable."""
     leaves, treedef = jtu.tree_flatten(tree)
     made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
     if all(x is None for x in made):

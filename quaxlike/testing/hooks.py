@@ -1,4 +1,4 @@
-"""Checks the hooks of a type, using one of its values."""
+"""Checks a type's hooks, using one of its values."""
 
 import copy
 import dataclasses
@@ -68,7 +68,7 @@ class Subject:
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
         """Shards an axis (or no axis, for -1) over as many devices as it can be divided between.
 
-        **Returns:** the spec, the number of devices, and the sharded value. This is None if the type doesn't
+        **Returns:** the spec, the device count, and the sharded value. This is None if the type doesn't
         support sharding, or if it doesn't specify how to shard its leaves.
         """
         leaves, treedef = jtu.tree_flatten(self.value)
@@ -298,8 +298,8 @@ def _follows_rules(s: Subject) -> bool:
 
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
-    """Shards each axis over several devices. Each shard must then materialise to the corresponding shard of
-    the array.
+    """Shards each axis over several devices. Each shard must then materialise to the array's corresponding
+    shard.
     """
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:

@@ -21,7 +21,7 @@ _DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in this file a
 
 
 def line_of(error: BaseException) -> str:
-    """Returns the line of user code that raised an error, along with the library it called. This is empty if
+    """Returns the user's line that raised an error, along with the library it called. This is empty if
     we don't know.
     """
     return _shown(lines_of_error(error))
@@ -82,7 +82,7 @@ class _Run:
         """Returns the lines of the calls that lead to a frame, or None if it wasn't called by the program.
 
         For example, JAX might call a function any number of times in order to differentiate it, and other
-        packages might call functions for their own purposes. Neither of these tells us anything about the
+        packages might call functions for their own purposes. Neither tells us anything about the
         program.
         """
         called, direct = frame.f_code.co_filename, True
@@ -131,14 +131,14 @@ def _kept(x: Any) -> Any:
 def first_difference(
     fn: Callable[..., Any], plain: Callable[[], Any], other: Callable[[], Any], *, numbers: bool = True
 ) -> tuple[str, str]:
-    """Compares two runs of the same function, line by line.
+    """Compares two runs of a function, line by line.
 
     **Arguments:**
 
     - `numbers`: whether to compare local variables as well, rather than just which lines are executed.
 
-    **Returns:** the line after which the runs differ, and how they differ. Both of these are empty if the
-    runs don't differ, or if it takes too long to find out.
+    **Returns:** the line after which the runs differ, and how they differ. Both are empty if the runs don't
+    differ, or if it takes too long to find out.
     """
     runs = _Run(plain, fn).steps, _Run(other, fn).steps
     last: dict[int, _Executed] = {}
@@ -178,7 +178,7 @@ def _difference(found: Any, expected: Any) -> str:
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
-    """Returns those arrays in a tree that are concrete, keyed by path."""
+    """Returns the concrete arrays in a tree, keyed by path."""
 
     def concrete(x: Any) -> Any:
         return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)

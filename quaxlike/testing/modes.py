@@ -92,7 +92,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """Traces all of the programs. If any of them raises an exception then it is recorded in `errors`."""
+    """Traces all the programs. If one raises an exception then it is recorded in `errors`."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:

@@ -1,6 +1,6 @@
 """Programs that each apply a single transform from JAX or Equinox to one array.
 
-They are written for plain arrays of any shape, and each of them is linear in its array. `check_type` then
+They are written for plain arrays of any shape, and each is linear in its array. `check_type` then
 runs them on Values as well.
 """
 
@@ -24,7 +24,7 @@ MODES = ("eager", "jit", "vmap", "grad")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of one array, together with some of its properties."""
+    """A function of one array, together with some properties."""
 
     run: Callable[[Any], Any]
     has_rows: bool = False
@@ -61,7 +61,7 @@ def steps(x: Any) -> jax.Array:
 
 
 def plain(x: Any) -> jax.Array:
-    """Returns a plain array with the same shape and dtype as `x`. All of its elements are distinct."""
+    """Returns a plain array with the same shape and dtype as `x`. Its elements are all distinct."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 

@@ -31,7 +31,7 @@ def refuses(cls: type[_V]) -> type[_V]:
     **Returns:** a subclass with the same name. (This means that you can also use `refuses` as a class
     decorator.)
 
-    **Raises:** `materialise` raises a `RuntimeError` that includes the name of the type.
+    **Raises:** `materialise` raises a `RuntimeError` that includes the type's name.
 
     !!! example
 
@@ -102,6 +102,6 @@ def is_revealing() -> bool:
 
 
 def reveal(tree: Any) -> Any:
-    """Materialises every Value in a tree, including those that refuse to be materialised."""
+    """Materialises every Value in a tree, including any that refuse to be materialised."""
     with revealing():
         return materialise(tree)

@@ -9,7 +9,7 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of checking a single hook, or of checking a single program in all of its modes."""
+    """The result of checking a single hook, or a single program in all its modes."""
 
     name: str
     results: Mapping[str, str]
@@ -48,9 +48,7 @@ class TypeReport:
 
     @property
     def summary(self) -> str:
-        """A summary, consisting of the number of checks, followed by each culprit together with the first of
-        its messages.
-        """
+        """A summary, with the number of checks followed by each culprit and its first message."""
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -87,9 +85,7 @@ class ProgramReport:
 
     @property
     def summary(self) -> str:
-        """A summary, consisting of the number of checks, followed by each line together with the first of its
-        messages.
-        """
+        """A summary, with the number of checks followed by each line and its first message."""
         lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
         return "\n".join(lines + _messages(self.failures))
 
@@ -101,7 +97,7 @@ class ProgramReport:
 
 
 def _messages(failures: Sequence[Check]) -> list[str]:
-    """Returns each culprit together with the first of its messages."""
+    """Returns each culprit together with its first message."""
     first: dict[str, str] = {}
     for check in failures:
         first.setdefault(check.culprit or check.name, check.message)

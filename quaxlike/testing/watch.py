@@ -18,7 +18,7 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Compares the output and gradient of each step with what the primitive returns on materialised
+    """Compares each step's output and gradient with what the primitive returns on materialised
     arrays.
     """
 
@@ -113,8 +113,8 @@ def _as(primitive: Any, out: Any) -> Any:
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
     """Runs a program step by step until we find a step that is incorrect.
 
-    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both of these
-    are empty if we didn't find such a step.
+    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both are empty
+    if we didn't find such a step.
     """
     watcher = _Watcher()
     try:
@@ -127,7 +127,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """Returns the innermost method of the type that appears in the traceback of an error."""
+    """Returns the innermost method of the type that appears in an error's traceback."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

@@ -59,7 +59,7 @@ class Keeps(ArrayValue):
 class Refuses(Keeps):
     """Like `Keeps`, but refuses to be materialised.
 
-    Anything computed from this is also of this type. In particular this includes conditions, which means that
+    Anything computed from this also has this type. In particular this includes conditions, which means that
     their elements are available to transforms but not to Python.
     """
 
@@ -89,7 +89,7 @@ class Described(Keeps):
 
 
 class Scaled(ArrayValue):
-    """The product of an array and a scalar. This isn't linear in its leaves, and it doesn't have any
+    """An array multiplied by a scalar. This isn't linear in its leaves, and it doesn't have any
     rules.
     """
 

@@ -171,9 +171,9 @@ def dataclass(
 ) -> Any:
     """Turns a class into a standard dataclass that is also a pytree. By default the dataclass is frozen.
 
-    - Fields are children of the pytree, except for those with `static=True`, which are part of its structure.
-        JAX compares structures, so static fields must not contain arrays and must not be mutated. Fields with
-        `init=False` are preserved as well.
+    - Fields are children of the pytree, except for static ones (`static=True`), which are part of its
+        structure. JAX compares structures, so static fields must not contain arrays and must not be mutated.
+        Fields with `init=False` are preserved as well.
     - When JAX rebuilds an instance, it sets the fields directly and does *not* call `__init__` or
         `__post_init__` again.
     - `==` compares arrays by shape, dtype and values, like `eqx.tree_equal`. It returns a single boolean,

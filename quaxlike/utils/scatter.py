@@ -82,7 +82,7 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
     **Raises:**
 
-    - `TypeError`: if the dtype of a value doesn't promote to the dtype of its leaf, such as writing floats to
+    - `TypeError`: if a value's dtype doesn't promote to the dtype of its leaf, such as writing floats to
         integers; if `idxs` aren't integers; or if an option is unknown.
     - `ValueError`: if the shapes don't match, even if `idxs` is empty. The error message says where.
 

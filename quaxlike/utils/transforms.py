@@ -79,8 +79,8 @@ def jit(
     **Arguments:**
 
     - `fn`: the function or method to compile. Omit this to get a decorator with options.
-    - the others: as for `jax.jit`, with the same defaults. Only those options that differ from their default
-        are passed on.
+    - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
+        passed on.
 
     **Returns:**
 

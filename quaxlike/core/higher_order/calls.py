@@ -2,7 +2,7 @@
 
 These are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (for which specs for logical arrays are
 converted to specs for leaves), and our own `sequential_vmap_with_vjp` and `custom_dce`. When running eagerly
-there is typically no transform for which any of them would make a difference, so in this case we just
+there is typically no transform for which they would make a difference, so in this case we just
 evaluate the jaxpr.
 """
 
@@ -55,7 +55,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Returns the sharding of each leaf, given the sharding of the logical array."""
+    """Returns each leaf's sharding, given the sharding of the logical array."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -66,7 +66,7 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tup
 
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Returns the device-local layout of each leaf.
+    """Returns each leaf's device-local layout.
 
     A layout is an ordering of axes. It therefore only makes sense for a leaf that has as many axes as the
     array, and we leave it unspecified for any other leaf.

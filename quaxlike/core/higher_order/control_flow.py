@@ -120,10 +120,10 @@ def carry_fixed_point(
     **Arguments:**
 
     - `body_for`: returns the body for a carry with the given slots, converting its results to the targets.
-    - `beside`: the slots of the other operands of the body.
-    - `stacked`: the number of axes of the predicate. If this isn't zero then we are running several loops at
-        once, which might need different numbers of iterations. In this case their carries are selected leaf
-        by leaf, so a Value is materialised unless all of its leaves have these axes.
+    - `beside`: the slots of the body's other operands.
+    - `stacked`: how many axes the predicate has. If this isn't zero then we are running several loops at
+        once, which might need different iteration counts. In this case their carries are selected leaf
+        by leaf, so a Value is materialised unless all its leaves have these axes.
 
     **Returns:**
 
@@ -284,7 +284,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """Returns the position of each leaf among the inputs of the loop.
+    """Returns each leaf's position among the inputs of the loop.
 
     Leaves that are shared by all rows become constants.
     """

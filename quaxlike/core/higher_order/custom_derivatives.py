@@ -4,14 +4,13 @@ We do so by binding the primitive again, as a custom derivative of a function on
 three reasons.
 
 - JAX calls the primal function, the forward function and the jvp rule at different times, but all of them
-    must return the same leaves. So whichever runs first decides the slots of the results (`_Results`), and
+    must return the same leaves. So whichever runs first decides the results' slots (`_Results`), and
     the others must conform to these. Otherwise leaves would end up in the wrong places.
-- Once a function has been staged, it's too late to change the form of its results. So at that point we also
-    trace the derivative, with the sole purpose of finding out which results have tangents of the same form
-    (`decide_by`).
-- A `WrappedFun` in JAX stores the auxiliary outputs of a call in its `stores`, each of which can only be
-    filled once. We call it several times, and so we have to reset them in between. If a function wraps
-    another one then we make it share the same stores, so that a level further down is able to do the same.
+- Once a function has been staged, it's too late to change its results' form. So at that point we also trace
+    the derivative, only to find out which results have tangents with the same form (`decide_by`).
+- A `WrappedFun` in JAX stores a call's auxiliary outputs in its `stores`, each of which can only be filled
+    once. We call it several times, and so we have to reset them in between. If a function wraps another one
+    then we make it share the same stores, so that a level further down is able to do the same.
 """
 
 import contextlib
@@ -337,7 +336,7 @@ class _Results:
     def decide_by(
         self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
-        """Traces the derivative of a function that is being staged, to determine the form of its results.
+        """Traces the derivative of a function that is being staged, to determine its results' form.
 
         By the time that the function is differentiated, it would be too late to change this. If tracing
         raises an error then nothing is decided, because it's possible that the derivative is never needed.
@@ -383,7 +382,7 @@ class _Results:
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
     ) -> Sequence[Any]:
-        """Returns the results of a differentiated function, some of which might have to be materialised.
+        """Returns the results of a differentiated function, materialising them if necessary.
 
         The exception is any results marked as `kept`, which are left unchanged.
         """
@@ -419,7 +418,7 @@ class _Results:
 
 
 class _Residuals:
-    """The layout of the residuals, and of those leaves of the results that don't have tangents."""
+    """The layout of the residuals, and of result leaves that don't have tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
     # For each leaf: if it's a leaf of an operand then its index, otherwise None.
@@ -427,7 +426,7 @@ class _Residuals:
 
     @property
     def size(self) -> int:
-        """The number of stored leaves."""
+        """How many leaves are stored."""
         return self.places.count(None)
 
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Primitives that are evaluated inline.
 
 These are composites, primitives created either by `define_primitive` or by Equinox's `create_vprim`, and
-high-level primitives in JAX that have a jvp rule. (As of JAX 0.12, `lax.custom_root` is one of these.)
+high-level primitives in JAX that have a jvp rule. (As of JAX 0.12, `lax.custom_root` is an example.)
 
 Importantly, inlining a primitive must not replace its derivative by that of its implementation. To ensure
 this, `call_inline` keeps its jvp and transpose rules.
@@ -84,7 +84,7 @@ def call_inline(
 
     **Arguments:**
 
-    - `name`: the name of the primitive.
+    - `name`: the primitive's name.
     - `jvp`: called with the operands and their tangents; returns the results and their tangents.
     - `transpose`: called with the cotangents of the results, and with the operands, in which each linear
         operand is an `UndefinedPrimal`; returns the cotangents of the operands. Default: transposes the
@@ -188,7 +188,7 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
-    """Returns the implementation to map when Equinox batches one of its primitives.
+    """Returns the implementation to map when Equinox batches its own primitives.
 
     We can't map `primitive.impl` instead, because Equinox might have set this to a function that checks for
     closed-over tracers. (As of Equinox 0.13 there is no public API for this.)

@@ -1,7 +1,7 @@
 """Linear functions of Values: `lax.custom_linear_solve`, and functions with a custom transpose.
 
 Mathematically speaking, a linear solve maps a space to itself. This means that the solution must have the
-same leaves as the right-hand side. Moreover, both must be linear in all of their leaves, because the
+same leaves as the right-hand side. Moreover, both must be linear in all their leaves, because the
 derivative of a solve is another solve, in which they are replaced by their tangents. Anything that doesn't
 satisfy this is materialised.
 """
@@ -37,7 +37,7 @@ def linear_call(fun: compat.ClosedJaxpr, transpose: Transpose, operands: Sequenc
     """Calls the jaxpr `fun`, with a custom transpose.
 
     This is like `jax.custom_derivatives.linear_call`, but can also be batched, and differentiated with
-    respect to any of its operands. Note that we don't know which operands are linear until it is transposed.
+    respect to any operand. Note that we don't know which operands are linear until it is transposed.
     """
     return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
@@ -184,7 +184,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
 
 
 def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
-    """Materialises `x`, in parts or as a whole, if it isn't linear in all of its leaves."""
+    """Materialises `x`, in parts or as a whole, if it isn't linear in all its leaves."""
     if is_value(x) and x.linear and not is_a_space(x):
         x = map_parts(lambda part: _as_a_space(part, [part]), x)
     return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not is_a_space(x) else x

@@ -5,8 +5,8 @@ itself. (In contrast, `pure_callback` and `io_callback` require arrays. There, a
 to the policy, just like for any other primitive without a rule.) Pallas kernels and references only accept
 plain arrays.
 
-Please only add a rule here if it is correct for *every* type. Anything that depends on the meaning of the
-leaves must be left to the rules of the type.
+Please only add a rule here if it is correct for *every* type. Anything that depends on what the leaves mean
+must be left to the type's rules.
 """
 
 import functools
@@ -163,7 +163,7 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Leaves indices unchanged if these are a Value of an outer level.
+    """Leaves indices unchanged if these are a Value from an outer level.
 
     They will be checked when that level uses them.
     """

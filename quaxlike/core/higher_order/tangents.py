@@ -1,10 +1,10 @@
 """Converts tangents and cotangents of Values between leaves, and the form that is used by users' functions.
 
-The tangent of a linear Value is a Value with the same class and pattern. The same is true of its cotangent,
-provided that each leaf consists of elements of the array. Any other Value is first made linear, which means
-materialising its nonlinear parts, and we then use the tangent (or cotangent) of this conversion.
+The tangent of a linear Value is a Value with the same class and pattern. The same is true for its cotangent,
+provided that each leaf contains elements of the array. Any other Value is first made linear, which means
+materialising its nonlinear parts, and we then use this conversion's tangent (or cotangent).
 
-Importantly, a pattern (indices, codes, keys) must never be added or scaled. So if the pattern of a derivative
+Importantly, a pattern (indices, codes, keys) must never be added or scaled. So if a derivative's pattern
 differs then we either materialise it or raise an error. Without this, elements would silently end up in the
 wrong positions.
 """
@@ -104,7 +104,7 @@ def _linear_part(x: Value) -> Any:
 def _of_inexact(
     f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`f` as a function of the leaves with tangents, followed by these leaves."""
+    """`f` as a function on the leaves with tangents, followed by these leaves."""
 
     def fun(*moving: Any) -> Any:
         leaf = iter(moving)
@@ -118,7 +118,7 @@ def is_forwarded(
 ) -> bool:
     """Returns whether a result's tangent is simply an operand's tangent, as in an identity function.
 
-    Note that a branch might have widened the operand to the form of the result.
+    Note that a branch might have widened the operand to the result's form.
     """
     # Compare by identity, because it's possible for a tangent of another operand to have equal values.
     if slot.treedef is None or id(tangent) not in forwarded:
@@ -196,7 +196,7 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """Returns the cotangents of the leaves, given a cotangent whose form differs from that of the Value."""
+    """Returns the leaves' cotangents, given a cotangent whose form differs from the Value's."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
 
     def alike(x: Value) -> Any:
@@ -220,7 +220,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 def _has_leaf_of_its_shape(ct: Any) -> bool:
     """Returns whether materialising `ct` preserves everything that matters for a cotangent.
 
-    For example, this is the case for an array with names or a unit, as neither of these matters here.
+    For example, this is the case for an array with names or a unit, as neither matters here.
     """
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
@@ -236,11 +236,11 @@ def _dense_cotangent(ct: Any) -> Any:
 
 
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
-    """Returns the cotangents of the leaves of a Value that can't be materialised.
+    """Returns the leaf cotangents for a Value that can't be materialised.
 
     If the cotangent has the same class then these are its leaves, even if its static fields differ. (For
-    example, a product has another unit.) Otherwise we try the dense cotangent. Returns None if neither of
-    these fits the leaves of the Value.
+    example, a product has another unit.) Otherwise we try the dense cotangent. Returns None if neither fits
+    the Value's leaves.
     """
     # If the type can be materialised then we don't need any of this. We pull back through `materialise`
     # instead, which is always correct.

@@ -1,7 +1,7 @@
 """The equation for making a Value from its leaves, bound by `trace.stage` inside a transform.
 
 When a level evaluates this equation, the result is the Value. Any transform in between, however, only sees an
-array, so for these we provide a derivative and a batching rule, both of which must be equivalent to those of
+array, so for these we provide a derivative and a batching rule, which must be equivalent to the ones for
 `materialise`.
 """
 
@@ -47,7 +47,7 @@ def _aval(*avals: Any, treedef: Any) -> Any:
 @value_p.def_impl
 def _undispatched(*leaves: Any, treedef: Any) -> Any:
     """Raises an error, as no level dispatched on the Value. For example, this happens if a function was
-    traced inside of `quaxify`, but is called outside of it."""
+    traced inside `quaxify`, but is called outside it."""
     raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
 
 

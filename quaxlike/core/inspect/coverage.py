@@ -47,7 +47,7 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
     """Returns whether a rule is specific to this type.
 
-    Parameters that accept arbitrary Values don't count as specific, unless this is true of all parameters.
+    Parameters that accept arbitrary Values don't count as specific, unless all of them do.
     """
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
@@ -125,9 +125,9 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
-    """Checks for pairs of rules that match the same operands, with neither of them being the better match.
+    """Checks for pairs of rules that match the same operands, without either being the better match.
 
-    Use this in the tests of any package that registers rules. This way you'll find any ambiguities before
+    Use this in the tests for any package that registers rules. This way you'll find any ambiguities before
     your users do.
 
     **Arguments:**
@@ -170,7 +170,7 @@ def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
-    """Returns whether some operands match both rules, without either of the two being preferred."""
+    """Returns whether some operands match both rules, without either being preferred."""
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -216,7 +216,7 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
     """Returns the class itself if it's concrete, or its concrete subclasses otherwise. The common base
-    classes are ignored, as nearly everything is a subclass of these.
+    classes are ignored, as nearly everything inherits from them.
     """
     if not inspect.isabstract(cls):
         yield cls

@@ -1,8 +1,8 @@
 """The bytes exchanged by devices in a compiled program, read from its text.
 
 XLA inserts collectives during compilation. JAX doesn't have an API for inspecting these, so we have no choice
-but to parse the HLO text. Note that we skip any line that we don't recognise, so if XLA adds a new kind of
-collective then it will be missing from the report.
+but to parse the HLO text. Note that we skip any line that we don't recognise, so if XLA adds a new collective
+then it will be missing from the report.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All collectives of one kind with the same shape of result."""
+    """All collectives of one kind with the same result shape."""
 
     kind: str
     """`"all-gather"`, `"all-reduce"`, `"all-to-all"`, `"collective-permute"`, `"reduce-scatter"`."""
@@ -52,7 +52,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
     **Arguments:**
 
     - `text`: the program's text (`jax.stages.Compiled.as_text`).
-    - `packed`: the arrays that are part of packed weights.
+    - `packed`: the arrays inside packed weights.
     """
     parts = {(_short(x.dtype), math.prod(x.shape)) for x in packed}
     counts: dict[tuple[str, str, tuple[int, ...]], int] = {}

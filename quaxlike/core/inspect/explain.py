@@ -29,7 +29,7 @@ from .recorder import Event, Outcome, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All events in which some primitive was called at some line, with operands of the same types."""
+    """All events in which some primitive was called at some line, with the same operand types."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -92,8 +92,8 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The number of events of each kind, and the first materialisation, along with the rule that would
-        prevent it."""
+        """How many events there are of each kind, and the first materialisation, along with the rule that
+        would prevent it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
@@ -175,7 +175,7 @@ def explain(
 ) -> Callable[..., Report]:
     """Reports what `quaxify(fn)` does with its Values: which rules it uses, and where it materialises.
 
-    This traces `fn` with shapes instead of arrays, so that nothing is actually computed. In particular,
+    This traces `fn` with shapes rather than arrays, so that nothing is actually computed. In particular,
     arguments (and fields of Values) can be `jax.ShapeDtypeStruct`s, which means that you can use this on
     arbitrarily large models. Neither a type whose `materialise` raises an error nor `on_materialise("error")`
     will stop the report; these are listed as rows like any others.
@@ -234,7 +234,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """Returns the number of devices of the arguments, and a function that computes what these exchange."""
+    """Returns how many devices the arguments are on, and a function that computes what these exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -300,7 +300,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
     **Arguments:**
 
-    - `numbers`: the number of each note. If given, then cells contain these instead of the notes themselves,
+    - `numbers`: each note's number. If given, then cells contain these rather than the notes themselves,
         which are shown below the table.
     """
     lines = [_cells(row, numbers) for row in rows]
@@ -309,7 +309,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Returns the table for a narrow terminal, in which all text of a row is stacked in a single cell."""
+    """Returns the table for a narrow terminal, in which a row's text is stacked in a single cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 
@@ -354,6 +354,6 @@ def _cells(row: Row, numbers: Mapping[str, int] | None) -> tuple[str, ...]:
 
 
 def _short(source: str) -> str:
-    """Shortens the path of a source line to its last folder. (The full path is available on the `Row`.)"""
+    """Shortens a source line's path to its last folder. (The full path is available on the `Row`.)"""
     path, _, rest = source.rpartition(":")
     return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])

@@ -58,7 +58,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
     **Arguments:**
 
-    - `rows`: the rows of the report, used for anything that is omitted from the cells.
+    - `rows`: the report's rows, used for anything that is omitted from the cells.
     - `table`: the column headings, and the cells of each row.
     """
     columns, *lines = table

@@ -1,8 +1,8 @@
 """The recorder behind `explain`, which creates one event for each primitive that is called with a Value.
 
-The body of a loop might be traced several times, until its carry no longer changes. However, only the last of
-these traces is part of the program. For this reason we store events by the jaxpr in which they occur, so that
-each trace replaces the previous one.
+The body of a loop might be traced several times, until its carry no longer changes. However, only the last
+trace is part of the program. For this reason we store events by the jaxpr in which they occur, so that each
+trace replaces the previous one.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Event:
 
 
 class Recorder:
-    """Collects the events of a single run as a tree."""
+    """Collects a run's events as a tree."""
 
     def __init__(self) -> None:
         self.root = self._open = Event("", (), "", "")
@@ -100,8 +100,8 @@ class Recorder:
     ) -> None:
         """Records that operands were materialised.
 
-        If this was done for the current primitive then it becomes part of the event for that primitive.
-        Otherwise it's an event of its own.
+        If this was done for the current primitive then it's included in the event for that primitive.
+        Otherwise it's a separate event.
         """
         event = self._open
         # This has to be `startswith`, because the name might be e.g. "shard_map (out_specs)".

@@ -1,9 +1,9 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
 We may only reuse a cached program if it was traced with exactly the same settings. So the key consists of the
-jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. If any of these
-were missing, then we might end up using rules or shapes that don't apply any more. In addition, we never
-store a program that closes over a tracer, because it would outlive the trace to which the tracer belongs.
+jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. If any were
+missing, then we might end up using rules or shapes that don't apply any more. In addition, we never store a
+program that closes over a tracer, because it would outlive the trace to which the tracer belongs.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def evaluate(
     """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
 
     If `trace` is None, then only plain arrays are supported. If equations are staged then they have the same
-    source lines as in the jaxpr or, if `inlined`, those of the caller.
+    source lines as in the jaxpr or, if `inlined`, the caller's lines.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
@@ -173,7 +173,7 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of all operands."""
+    """A jaxpr on leaves. Its inputs are `consts`, followed by all operand leaves."""
 
     jaxpr: compat.ClosedJaxpr  # this might close over concrete constants
     consts: tuple[Any, ...]  # the first inputs, which some outer transform is tracing
@@ -201,8 +201,8 @@ def subjaxpr(
     - `trace`: the level that provides the rules.
     - `targets`: the slot to which each result should be converted. If this is None then that result is left
         unchanged.
-    - `order`: the position of each leaf of the operands in the flat inputs. Default: in order.
-    - `what`: the name of the caller, for use in messages.
+    - `order`: the position of each operand leaf in the flat inputs. Default: in order.
+    - `what`: the caller's name, for use in messages.
     - `closed`: whether concrete constants are allowed to remain inside the jaxpr. If not, then they become
         the first inputs.
     """
@@ -269,7 +269,7 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Modifies several jaxprs with the same operands, so that each of them accepts the constants of all of
+    """Modifies several jaxprs with the same operands, so that each one accepts the constants from all of
     them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
@@ -295,10 +295,10 @@ _MOST_STRUCTURES = 1024  # the maximal number of different structures of operand
 
 
 def cached_trace(rule: _Fn) -> _Fn:
-    """Decorates a rule, so that it's only traced once for operands of the same structure.
+    """Decorates a rule, so that it's only traced once for operands with the same structure.
 
-    The layers of a model tend to repeat the same product, over and over again. So we cache what the rule
-    computes as a jaxpr, for which the key consists of the structures and avals of the operands. If an outer
+    A model's layers tend to repeat the same product, over and over again. So we cache what the rule
+    computes as a jaxpr, with the operands' structures and avals as the key. If an outer
     transform is tracing then we bind the equations of this jaxpr again, whereas eagerly it runs as a single
     compiled function.
 
@@ -340,7 +340,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 
 @dataclasses.dataclass(frozen=True)
 class _TracedRule:
-    """What a rule computes on leaves, along with the slot of its result."""
+    """What a rule computes on leaves, along with its result's slot."""
 
     jaxpr: compat.ClosedJaxpr
     out: tuple[LeafLayout, ...]

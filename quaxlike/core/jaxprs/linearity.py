@@ -1,9 +1,9 @@
-"""Linearity of Values in their leaves, and corresponding leaves of two Values.
+"""Linearity of Values in their leaves, and which leaves correspond between two Values.
 
 Integer, boolean and key leaves don't have tangents. Together they make up what we call the *pattern* of a
 Value; a typical example is the indices of the stored elements. Patterns must never be added or
 differentiated. In particular, two Values can only be added leaf by leaf if they have the same pattern. The
-same is true if the leaves of one are to be used as derivatives for the leaves of the other.
+same is true if the leaves of one are to be used as derivatives for the other's leaves.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Memoises `fn`, except if any of its arguments is unhashable (e.g. because of an unhashable static)."""
+    """Memoises `fn`, except if any argument is unhashable (e.g. due to an unhashable static)."""
     cached = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)
@@ -107,12 +107,12 @@ def has_tangent(aval: Any) -> bool:
 
 
 def has_pattern(value: Value) -> bool:
-    """Returns whether a Value has a pattern, i.e. whether any of its leaves doesn't have tangents."""
+    """Returns whether a Value has a pattern, i.e. whether it has leaves without tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Returns whether two Values differ at most in the contents of their differentiable leaves.
+    """Returns whether two Values differ at most in what their differentiable leaves contain.
 
     That is to say, they have the same static fields and shapes, and we know for certain that their patterns
     are equal.

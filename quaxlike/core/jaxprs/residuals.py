@@ -1,9 +1,9 @@
-"""Reduces the residuals of a scan, i.e. what is stored for computing its gradient.
+"""Reduces a scan's residuals, i.e. what is stored for computing its gradient.
 
 For each iteration, JAX stores everything that is required for differentiating the body. It does so even if
-it's just one of the inputs, or has been computed twice. In particular, we would end up with another copy of
-the frozen weights of each layer. To avoid this, we turn any input that is only passed to `stop_gradient` into
-a constant with respect to differentiation, and compute repeated conversions only once. Note that this doesn't
+it's just an input, or has been computed twice. In particular, we would end up with another copy of each
+layer's frozen weights. To avoid this, we turn any input that is only passed to `stop_gradient` into a
+constant with respect to differentiation, and compute repeated conversions only once. Note that this doesn't
 change what the body computes.
 """
 

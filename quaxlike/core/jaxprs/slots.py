@@ -1,10 +1,10 @@
 """Values as flat arrays: the layout for operands and results of primitives that carry code.
 
-A *slot* describes a single logical operand or result. For a Value, it consists of the treedef and the avals
-of the leaves. For a plain array, there is just a single aval, and no treedef. Slots are hashable and don't
-contain any data, which means that they can be used as cache keys.
+A *slot* describes a single logical operand or result. For a Value, it contains the treedef and the leaf
+avals. For a plain array, there is just a single aval, and no treedef. Slots are hashable and don't contain
+any data, which means that they can be used as cache keys.
 
-Two slots must only be equal if a compiled program can use the content of either one in place of the other.
+Two slots must only be equal if a compiled program can use either one's content in place of the other.
 This is why we implement `LeafLayout.__eq__` by hand: treedefs compare statics by `==`, and they can't be
 compared with None.
 """
@@ -76,7 +76,7 @@ class LeafLayout:
 
     @functools.cached_property
     def classes(self) -> tuple[Any, ...]:
-        """The class of the Value in this slot, followed by the classes of all Values inside it."""
+        """The class of the Value in this slot, followed by the classes of any Values inside it."""
         return () if self.treedef is None else _classes(self.treedef)
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class LeafLayout:
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "LeafLayout") -> bool:
-        """Returns whether the content of the other slot can be used for this one without any conversion."""
+        """Returns whether the other slot's content can be used for this one without any conversion."""
         common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
         return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
@@ -174,7 +174,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 def _gives_leaves_back(slot: LeafLayout) -> bool:
     """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
-    If it isn't, then the cotangents of the leaves aren't just elements of the dense cotangent. (For example,
+    If it isn't, then the leaves' cotangents aren't just elements of the dense cotangent. (For example,
     if each element of a leaf is repeated, then its cotangent is a sum of several elements.) We don't check
     this for types that have a pattern or that can't be materialised.
     """
@@ -226,7 +226,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 
 
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
-    """Returns whether a row of a Value without `leading_axis` consists of the rows of its leaves.
+    """Returns whether the rows of a Value without `leading_axis` are made up of the leaves' rows.
 
     This is never the case if some static field has one entry per axis, because it would be too long for a
     row.
@@ -250,7 +250,7 @@ def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
 
 
 def row_aval(aval: Any) -> Any:
-    """Returns the aval of a single row of an array."""
+    """Returns the aval for a single row of an array."""
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
@@ -269,7 +269,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     """Returns whether slicing the leaves along an axis (into halves, or into rows) slices the Value.
 
     For this, each leaf must have the same shape as the array, no matter what size the array has. In addition,
-    if we materialise the parts then we must get the parts of the array, which we check numerically. For a
+    if we materialise the parts then we must get the array's parts, which we check numerically. For a
     type that can't be materialised we have to rely on just the shapes.
     """
     shape = slot.aval.shape
@@ -323,7 +323,7 @@ def strong(aval: Any) -> Any:
 
 
 def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]:
-    """Returns a list of the leaves of all operands, and a slot for each operand."""
+    """Returns a list with all operand leaves, and a slot for each operand."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     for x in operands:
@@ -370,7 +370,7 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
-    """Computes `leading_axis` for a Value that consists of several `parts`.
+    """Computes `leading_axis` for a Value that contains several `parts`.
 
     **Arguments:**
 
@@ -392,7 +392,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
-    """Computes `shard_spec` for a Value that consists of several `parts`.
+    """Computes `shard_spec` for a Value that contains several `parts`.
 
     **Arguments:**
 
@@ -408,7 +408,7 @@ def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplement
 
 
 def spread(items: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Takes one item per logical operand, and repeats it for each of the operand's leaves."""
+    """Takes one item per logical operand, and repeats it for each operand leaf."""
     return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
 
 

@@ -98,12 +98,12 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to the form of `like`, or to a form that `like` can be widened to. If neither is possible
+    """Converts `x` to `like`'s form, or to a form that `like` can be widened to. If neither is possible
     then `x` is returned unchanged.
 
     **Arguments:**
 
-    - `x`, `like`: each of these can be an array or a Value. Only the statics and shapes of `like` are used.
+    - `x`, `like`: each can be an array or a Value. Only the statics and shapes of `like` are used.
     """
     if not is_value(like):
         return x
@@ -141,7 +141,7 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value that can't be converted to the form of the other one.
+    """The result of `widen` for a Value that can't be converted to the other one's form.
 
     This is the dense array; materialising it is subject to the policy.
     """
@@ -150,9 +150,9 @@ def dense_when_incompatible(x: Any) -> Any:
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Materialises those parts of `a` that differ in `b`.
+    """Materialises the parts of `a` that differ in `b`.
 
-    If anything else differs then all of `a` is materialised.
+    If anything else differs then the whole `a` is materialised.
     """
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
@@ -206,7 +206,7 @@ def _widened_in(context: Hashable, slot: LeafLayout, like: LeafLayout) -> LeafLa
 
 
 def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
-    """Returns the slot of `change(x)`, where `x` is the content of the given slot."""
+    """Returns the slot of `change(x)`, where `x` is the given slot's content."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out
@@ -244,13 +244,13 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Materialises (subject to the policy) those parts of `x` that are arrays in `like`."""
+    """Materialises (subject to the policy) the parts of `x` that are arrays in `like`."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 
 def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
-    """Applies `f` to those Values in `x` that are arrays in `like`."""
+    """Applies `f` to the Values in `x` that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {

@@ -1,5 +1,4 @@
-"""Annotations of the operands of rules, which determine the types for dispatch, and which arrays are
-accepted.
+"""Annotations of a rule's operands, which determine the types for dispatch and which arrays we accept.
 
 Note that all plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. If it
 did, then a rule for `float` would match when JAX evaluates eagerly, but not under `jit`.
@@ -28,7 +27,7 @@ NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """The meaning of an operand's annotation, as far as dispatch is concerned."""
+    """What an operand's annotation means, as far as dispatch is concerned."""
 
     hint: Any
     """The class of the operand, or a union of classes."""
@@ -63,7 +62,7 @@ class Annotation:
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Returns whether we accept the dtype and shape of an operand that dispatches as `cls`."""
+        """Returns whether we accept an operand's dtype and shape, if it dispatches as `cls`."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
@@ -85,7 +84,7 @@ class Annotation:
         return all(is_accepted(cls, kind) for cls, kind in own)
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
-        """Returns whether no dtype and shape of an operand of this class is accepted by both."""
+        """Returns whether no dtype and shape for an operand of this class is accepted by both."""
         own, others = (
             [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
             for x in (self, other)
@@ -175,7 +174,7 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
 
 
 def _may_have_operands(cls: type) -> bool:
-    """Returns whether arrays or Values may be of this class. (Of a list or a mapping, none is.)"""
+    """Returns whether arrays or Values can be of this class. (A list or mapping never is.)"""
     if cls in (*_NUMBERS, object):
         return True
     if cls.__module__ == "collections.abc":  # those with a hook, such as Iterable, look at methods

@@ -1,8 +1,8 @@
-"""Rules that match after materialising some of the Values.
+"""Rules that match after materialising some Values.
 
 At least one operand remains a Value. For example, this means that `Sparse @ Foreign` is computed as `Sparse @
 array`, rather than as a dense product. For the same reason, a user's rule for `(array, Foreign)` is preferred
-to one of ours for `(Adapter, any type)`, because the latter would end up materialising `Foreign`.
+to our own for `(Adapter, any type)`, because the latter would end up materialising `Foreign`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Beyond:
 
 
 def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
-    """Finds rules that match these operand types after materialising some of the Values.
+    """Finds rules that match these operand types after materialising some Values.
 
     Rules written by users come before our own. Apart from that, rules that preserve more Values come first.
     """
@@ -130,5 +130,5 @@ kept = Scoped[tuple[type, ...]]("quaxlike_kept", ())
 
 
 def keeping(types: tuple[type, ...]) -> contextlib.AbstractContextManager[Any]:
-    """In this context, `Lost` is raised rather than materialising a Value of one of these types."""
+    """In this context, `Lost` is raised rather than materialising a Value of any of these types."""
     return kept.use(tuple(dict.fromkeys((*kept.get(), *types))))

@@ -1,7 +1,7 @@
 """The registry of rules: `register` and `RuleSet`.
 
 Registering a rule must take effect immediately, even in functions that have already been jitted. So we count
-registrations (the "epoch"), and make this part of the keys of our own caches as well as JAX's. Otherwise a
+registrations (the "epoch"), and include this in our own cache keys as well as JAX's. Otherwise a
 cached rule could continue to be used after it has been replaced.
 
 Parsing annotations is slow, and importing plum is even slower. So for our own rules, neither happens until
@@ -46,7 +46,7 @@ class RuleWarning(UserWarning):
     This is the case if a rule returns a different dtype than its primitive, but its type doesn't declare
     `own_dtypes`; or a different shape, but its type can't be materialised and doesn't declare `own_shapes`.
     (Under `jax_enable_checks` both of these raise a [`quaxlike.RuleError`][].) We also warn if a rule
-    replaces one that was written elsewhere; if a handler of an ImplicitArray can never match; and if a type
+    replaces one that was written elsewhere; if an ImplicitArray's handler can never match; and if a type
     that can't be materialised is differentiated by its leaves, or is used as a predicate. There's one warning
     for each rule and type.
     """
@@ -67,7 +67,7 @@ def warn_once(rule: Any, warning: Warning) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """A registered rule: the types of operands that it applies to, and where it was written."""
+    """A registered rule: the operand types that it applies to, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
@@ -86,7 +86,7 @@ class Rule:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this rule is part of our package."""
+        """Whether this rule comes from our package."""
         return (self.written.__module__ or "").startswith(_PACKAGE)
 
     @property
@@ -237,7 +237,7 @@ _in_use = False
 
 
 def epoch() -> int:
-    """Returns the number of registrations so far.
+    """Returns how many registrations there have been so far.
 
     Any cache that depends on rules must have this in its key.
     """
@@ -283,7 +283,7 @@ def register(
 
     `ValueError` if there's no primitive with this name, with suggestions for similar names. `TypeError` if
     operands aren't annotated (unless another operand has a Value type), or if the rule can never match
-    because it has one of the primitive's parameters as an operand, too many operands, or an operand with an
+    because it has a primitive's parameter as an operand, too many operands, or an operand with an
     impossible type. `RuleError` if there are two rules for the same operands in the same place.
 
     !!! example
@@ -347,7 +347,7 @@ def register_on_either_side(
     **Arguments:**
 
     - `types`: a Value type, or a union of several.
-    - `other`: the type of the operand on the other side. Default: anything.
+    - `other`: the other operand's type. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
     Note that a rule registered for exactly `(types, types)` takes priority over this one.
@@ -376,7 +376,7 @@ def register_on_either_side(
 
 
 def as_primitives(primitive: Any) -> list[jexc.Primitive]:
-    """Converts the first argument of `register`, which is a primitive, its name, or a sequence of these."""
+    """Converts `register`'s first argument, which is a primitive, its name, or a sequence of these."""
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
 
@@ -420,7 +420,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
     """Converts a function to rules for a primitive.
 
-    If operands have defaults then there are several of these.
+    If operands have defaults then there are several.
     """
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
@@ -488,9 +488,9 @@ def _place(function: Callable[..., Any]) -> str:
 def check_operands(rule: Rule, params: Collection[str]) -> None:
     """Raises a `TypeError` for a rule that can never match.
 
-    This is the case if one of its operands is actually a parameter of the primitive, if it has the wrong
-    number of operands, or if one of its annotations is impossible. This only issues a warning if the function
-    has an attribute `may_never_match`.
+    This is the case if an operand is actually a parameter of the primitive, if there are too many or too few
+    operands, or if an annotation is impossible. This only issues a warning if the function has an attribute
+    `may_never_match`.
     """
     if (why := _never_matches(rule, params)) is None:
         return
@@ -571,7 +571,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """Returns the code of a module that's currently being executed."""
+    """Returns the code for a module that's currently being executed."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:

@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 class AmbiguousRuleError(RuleError, LookupError):
-    """Raised if several rules match the types of the operands, and none of them is the most specific."""
+    """Raised if several rules match the operand types, and none is the most specific."""
 
     __module__ = "quaxlike"
 
 
 class Resolver:
-    """Finds rules in several layers of rule sets, in order of priority. The results are cached by types."""
+    """Finds rules in several layers of rule sets, by priority. The results are cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
@@ -138,7 +138,7 @@ def in_order(
 
 
 class RulesByOperands:
-    """The rules for some types of operands, if types alone don't determine which of these rules match.
+    """The rules for some operand types, if types alone don't determine which rules match.
 
     Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`). Others have types
     whose instances are recognised by value rather than by class (plum's `__faithful__ = False`). In either
@@ -194,7 +194,7 @@ class Ambiguity:
 
 
 class Checked:
-    """A rule along with the checks of its results.
+    """A rule along with the checks for its results.
 
     A check is about as expensive as tracing the primitive. So once we've found a result to be correct, we
     trust the rule whenever it's called again with the same parameters. In practice this applies to concrete
@@ -261,9 +261,9 @@ _MOST_TRUSTED = 256  # the maximal size of a set of trusted parameters
 
 
 class Keeping(Checked):
-    """A rule for arbitrary types, if a user's rule handles some of these types alongside arrays.
+    """A rule for arbitrary types, if a user's rule handles some types alongside arrays.
 
-    Such a rule redispatches on the parts of its own type. If this would materialise a Value that the user's
+    Such a rule redispatches on its own type's parts. If this would materialise a Value that the user's
     rule could handle, then it declines, and we materialise the other operands instead. For operands with the
     same structures, shapes and dtypes, we only try this once.
     """
@@ -342,7 +342,7 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the avals of the primitive's results, for arrays of these shapes. None if we can't tell."""
+    """Returns the primitive's result avals, for arrays with these shapes. None if we can't tell."""
     try:
         out, _ = primitive.abstract_eval(*map(aval_of_operand, operands), **params)
     except Exception:  # a rule might support more than its primitive does
