@@ -43,13 +43,17 @@ def lacks_tangents(value: Any) -> bool:
 def _is_result_for_jacfwd(frame: Any) -> bool:
     """Returns whether this frame's function returns its result directly to `jax.jacfwd`.
 
-    More precisely, there must be no frame from any other function between the two.
+    More precisely, there must be no frame from any other function between the two. Our trace counts as
+    such a function. (It's in between if a rule calls `quaxify` while JAX evaluates a derivative, for example
+    the rule for a `NamedArray` of a quantised array.)
     """
     # The zeros are only filled in after this function has returned, and JAX doesn't offer a hook for this.
     # So we have no choice but to inspect the calling frames.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True
+        if frame.f_globals.get("__name__") == f"{__package__}.trace":
+            return False
         frame = frame.f_back
     return False
 

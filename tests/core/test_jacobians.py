@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import DiagonalMatrix
 from tests.samples import array
@@ -51,6 +52,22 @@ def test_a_pattern_of_zeros_is_not_used_as_an_array(name):
     x = MAKE[name]()
     with pytest.raises(ValueError, match="derivative of a function that returns"):
         ql.materialise(jax.jacfwd(lambda s: x * s)(3.0))
+
+
+def test_a_rule_returns_nothing_to_jacfwd():
+    """JAX itself calls rules while it evaluates a derivative, with no function of the user's between."""
+    x = NamedArray(MAKE["Int8Array"](), ("a", "b"))
+    hessian = jax.hessian(lambda x: jnp.sum(jnp.real(x * jnp.conj(x))))
+
+    def of_scales(s):
+        scaled = lambda leaf: leaf * s if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+        return ql.materialise(ql.quaxify(hessian)(jax.tree.map(scaled, x)))
+
+    s = jnp.float32(2.0)
+    with ql.on_materialise("allow"):
+        got, tangent = jax.jit(lambda s: jax.jvp(of_scales, (s,), (s,)))(s)
+    np.testing.assert_allclose(got, jax.jit(hessian)(s * ql.materialise(x)), rtol=1e-6)
+    np.testing.assert_array_equal(tangent, np.zeros_like(tangent))
 
 
 def test_values_of_inexact_leaves_are_returned():
