@@ -156,3 +156,13 @@ class TestDerivatives:
                 jax.jvp(
                     ql.quaxify(self.function(), rules=rules), (Curved(X), Curved(X)), (Curved(X), Curved(X))
                 )
+
+
+def test_a_stub_without_operands_is_a_warning():
+    """quax's own example type has them, for primitives that it does not support."""
+
+    def stub() -> jax.Array:
+        raise NotImplementedError
+
+    with pytest.warns(ql.RuleWarning, match="can never match: it takes 0 operand"):
+        ql.register("all_gather")(stub)
