@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quaxlike as ql
-from quaxlike.lm import load
+from quaxlike.lm import load, peft
 from tests.fixtures import DATA, FIXTURES, fixture, has_fixture
 
 _ALL = [
@@ -63,3 +63,20 @@ def in_float32(name):
 
 def agree(found, wanted, atol=1e-4):
     np.testing.assert_allclose(np.asarray(found), wanted, atol=atol, rtol=0)
+
+
+def check_adapters_on_quantised_weights(model, tmp_path):
+    """They compute what the dense arrays do, materialise nothing, and go through PEFT's files. Returns the
+    adapted model."""
+    small = ql.quantize(model, "nf4")
+    adapted = ql.loraify(small, rank=2, init="gaussian", key=jax.random.key(1))
+    move = lambda x: x.replace(b=x.b + 0.05) if isinstance(x, ql.LoraArray) else x
+    adapted = jax.tree.map(move, adapted, is_leaf=ql.is_value)
+    run = jax.jit(lambda model: ql.quaxify(model)(jnp.arange(6), jnp.ones(6, bool)))
+    with ql.on_materialise("error"):
+        out = run(adapted)
+    dense = jax.tree.map(lambda x: x.materialise() if ql.is_value(x) else x, adapted, is_leaf=ql.is_value)
+    agree(out, run(dense), 1e-4)
+    peft.save_adapter(tmp_path, adapted)
+    agree(run(peft.load_adapter(tmp_path, small)), out, 1e-5)
+    return adapted

@@ -11,12 +11,12 @@ import pytest
 import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files.errors import CheckpointError
-from quaxlike.lm import Conversation, generate, peft
+from quaxlike.lm import Conversation, generate
 from quaxlike.lm.folders.model_config import UnsupportedConfigError
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.lm.models.gated_delta_net import gated_delta_rule
 from quaxlike.surgery.trees import named_arrays
-from tests.lm.models.fixtures import agree
+from tests.lm.models.fixtures import agree, check_adapters_on_quantised_weights
 from tests.samples import random_key, tree_equal
 
 _CONFIG = {
@@ -150,17 +150,7 @@ def test_adapters_on_quantised_weights(tmp_path):
     model = Decoder(
         DecoderConfig.from_json(_CONFIG | _NEXT | {"num_hidden_layers": 1}), key=jax.random.key(0)
     )
-    small = ql.quantize(model, "nf4")
-    adapted = ql.loraify(small, rank=2, init="gaussian", key=jax.random.key(1))
-    move = lambda x: x.replace(b=x.b + 0.05) if isinstance(x, ql.LoraArray) else x
-    adapted = jax.tree.map(move, adapted, is_leaf=ql.is_value)
-    run = jax.jit(lambda model: ql.quaxify(model)(jnp.arange(6), jnp.ones(6, bool)))
-    with ql.on_materialise("error"):
-        out = run(adapted)
-    dense = jax.tree.map(lambda x: x.materialise() if ql.is_value(x) else x, adapted, is_leaf=ql.is_value)
-    agree(out, run(dense), 1e-4)
-    peft.save_adapter(tmp_path, adapted)
-    agree(run(peft.load_adapter(tmp_path, small)), out, 1e-5)
+    check_adapters_on_quantised_weights(model, tmp_path)
 
 
 @pytest.mark.slow

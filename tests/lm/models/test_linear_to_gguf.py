@@ -18,6 +18,13 @@ _HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
 
 
 @pytest.mark.quick("qwen3_5_text", "qwen3_next")
+def _written(checkpoint, tmp_path):
+    """A file of Qwen3.5, opened."""
+    source, model = checkpoint("qwen3_5_text")
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    return open_gguf(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("name", _HYBRIDS)
 def test_linear_attention(name, checkpoint, tmp_path):
     """The order of heads, and the parts of projections: of weights, and of adapters."""
@@ -107,18 +114,14 @@ def test_the_gate_of_a_shared_expert_may_be_a_vector(checkpoint, tmp_path):
 
 def test_whole_heads_are_rotated_unless_the_file_says_how_much(checkpoint, tmp_path):
     """As in llama.cpp. transformers has another default for these models."""
-    source, model = checkpoint("qwen3_5_text")
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    file = open_gguf(tmp_path / "m.gguf")
+    file = _written(checkpoint, tmp_path)
     metadata = {x: y for x, y in file.metadata.items() if x != "qwen35.rope.dimension_count"}
     write(tmp_path / "none.gguf", {name: file[name] for name in file}, metadata)
     assert open_gguf(tmp_path / "none.gguf").config["partial_rotary_factor"] == 1
 
 
 def test_decays_that_are_no_decays_are_refused(checkpoint, tmp_path, monkeypatch):
-    source, model = checkpoint("qwen3_5_text")
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    file = open_gguf(tmp_path / "m.gguf")
+    file = _written(checkpoint, tmp_path)
     arrays = {name: file[name] for name in file}
     monkeypatch.setitem(layouts.FUNCTIONS, "negative_exponential", layouts.FUNCTIONS[""]._replace(read=None))
     name = next(name for name in file if name.endswith("A_log"))
@@ -129,9 +132,7 @@ def test_decays_that_are_no_decays_are_refused(checkpoint, tmp_path, monkeypatch
 
 
 def test_functions_are_of_floats(checkpoint, tmp_path):
-    source, model = checkpoint("qwen3_5_text")
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    file = open_gguf(tmp_path / "m.gguf")
+    file = _written(checkpoint, tmp_path)
     name = "blk.0.attn_norm.weight"
     file._tensors[name] = file._tensors[name]._replace(kind=8)
     with pytest.raises(CheckpointError, match=rf"{name}': must be made of floats; found quantised blocks"):
@@ -140,9 +141,7 @@ def test_functions_are_of_floats(checkpoint, tmp_path):
 
 def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
     """llama.cpp's converter appends them; a file that we write of such a file is without."""
-    source, model = checkpoint("qwen3_5_text")
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    file = open_gguf(tmp_path / "m.gguf")
+    file = _written(checkpoint, tmp_path)
     arrays = {name: file[name] for name in file}
     metadata = file.metadata | {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
     metadata["qwen35.attention.recurrent_layers"] = [True, False, True, False]
@@ -163,9 +162,7 @@ def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
 
 def test_layers_that_a_file_lists(checkpoint, tmp_path):
     """Each layer may be told, where they are not at regular intervals."""
-    source, model = checkpoint("qwen3_5_text")
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    file = open_gguf(tmp_path / "m.gguf")
+    file = _written(checkpoint, tmp_path)
     arrays, key = {name: file[name] for name in file}, "qwen35.attention.recurrent_layers"
     write(tmp_path / "l.gguf", arrays, file.metadata | {"qwen35.full_attention_interval": 3, key: [1, 0, 1]})
     config = load(tmp_path / "l.gguf")[0].config
