@@ -28,6 +28,7 @@ SUITES: dict[str, tuple[list[str], dict[str, str]]] = {
             r"/test_(fast_module|jit_quax_cache|cache_gc|version_guards|stage_value)\.py": _PRIVATE,
             r"/test_core\.py::test_(quax_tracer_aval_cached|default_process_rejects)": _PRIVATE,
             r"/test_examples_imports\.py::": _PRIVATE,
+            r"/test_named\.py::test_(add|existing_function)$": "`==` between Values never compares pytrees",
         },
     ),
     "quax-blocks": (
