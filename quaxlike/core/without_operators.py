@@ -59,6 +59,14 @@ def _remedy(value: Value, what: str) -> str:
 stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
+def _hidden(cls: Any, name: str) -> Any:
+    """The member that a mixin after `ArrayValue` defines, or `None`.
+
+    Our stand-in comes before it, and is what `super()` finds: it calls the mixin's.
+    """
+    return cls._hidden_by_stand_ins.get(name)
+
+
 # Operators with two operands ----------------------------------------------------------------------
 
 
@@ -69,6 +77,8 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
     """
 
     def method(self: Any, other: Any) -> Any:
+        if (hidden := _hidden(type(self), own)) is not None:
+            return hidden(self, other)
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
             return object.__ne__(self, other)  # the opposite of the type's own `==`
         if has_operators(self) or not is_operand(other):
@@ -111,6 +121,8 @@ class _StandIn:
         self.name, self.what, self.error, self.member = name, what, error, member
 
     def __get__(self, value: Any, cls: Any) -> Any:
+        if (hidden := _hidden(cls, self.name)) is not None:
+            return hidden.__get__(value, cls)
         if value is None:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {self.name!r}")
         if not has_operators(value):
@@ -121,12 +133,16 @@ class _StandIn:
 def _iterate(self: Any) -> Any:
     # This can't be a `_StandIn`. If looking it up raised an error, then Python would replace this by "not
     # iterable".
+    if (hidden := _hidden(type(self), "__iter__")) is not None:
+        return hidden(self)
     if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
 
 
 def _format(self: Any, spec: str) -> str:
+    if (hidden := _hidden(type(self), "__format__")) is not None:
+        return hidden(self, spec)
     # Python formats every object without a specification, so messages can show any Value.
     if spec and not has_operators(self):
         raise TypeError(_remedy(self, f"format(..., {spec!r})"))
@@ -191,16 +207,17 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores operators from mixins that come after `ArrayValue`.
-
-    Without this, our stand-ins would shadow them.
-    """
-    if all(issubclass(base, Value) for base in cls.__bases__):
+    """Gives mixins that come after `ArrayValue` precedence over our stand-ins, which would hide them."""
+    mixins = [base for base in cls.__mro__[cls.__mro__.index(Value) :] if base not in Value.__mro__]
+    if not mixins:
         return
-    for base in cls.__mro__[cls.__mro__.index(Value) :]:
-        for name in () if base in Value.__mro__ else vars(base).keys() & stand_ins.keys():
-            if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
-                setattr(cls, name, vars(base)[name])
+    hidden = {
+        name: vars(base)[name] for base in reversed(mixins) for name in vars(base).keys() & stand_ins.keys()
+    }
+    cls._hidden_by_stand_ins = hidden
+    for name, member in hidden.items():
+        if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
+            setattr(cls, name, member)
 
 
 def _install() -> None:
@@ -227,6 +244,8 @@ def _install() -> None:
     for cls in of_numpy:
         cls.__array_function__ = _array_function
     ValueTracer.__format__ = _format_tracer
+    base_of_all: Any = Value
+    base_of_all._hidden_by_stand_ins = {}
     on_new_type.append(_prefer_mixins)
 
 

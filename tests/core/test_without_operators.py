@@ -185,6 +185,30 @@ class _Mixin:
         return "sum"
 
 
+def test_an_override_finds_the_mixin_behind_by_super():
+    class Override(Own, _Mixin):
+        def __mul__(self, other):
+            return super().__mul__(other), "and more"
+
+        def sum(self):
+            return super().sum(), "and more"
+
+        def __add__(self, other):
+            return super().__add__(other)
+
+    class Other(Own, _Mixin):
+        pass
+
+    class Both(Override, Other):
+        pass
+
+    for cls in (Override, Both):
+        x = cls(X)
+        assert (x * x, x * 2, x.sum()) == (("mixin", "and more"),) * 2 + (("sum", "and more"),)
+        with pytest.raises(TypeError, match="passed to `\\+`"):
+            x + 1
+
+
 def test_operators_of_a_mixin_behind_are_kept():
     class Mine(Own, _Mixin):
         pass
