@@ -20,6 +20,7 @@ _HERE = Path(__file__).parent
 
 # For each package the folders of tests, and what may do worse than with quax: a pattern of names, and why.
 _PRIVATE = "it is about the modules of quax"
+_COMPARED = "`==` and `!=` between Values never compare pytrees"
 _COPY_KEEPS = "jnp.copy keeps the type"
 SUITES: dict[str, tuple[list[str], dict[str, str]]] = {
     "quax": (
@@ -28,7 +29,8 @@ SUITES: dict[str, tuple[list[str], dict[str, str]]] = {
             r"/test_(fast_module|jit_quax_cache|cache_gc|version_guards|stage_value)\.py": _PRIVATE,
             r"/test_core\.py::test_(quax_tracer_aval_cached|default_process_rejects)": _PRIVATE,
             r"/test_examples_imports\.py::": _PRIVATE,
-            r"/test_named\.py::test_(add|existing_function)$": "`==` between Values never compares pytrees",
+            r"/test_named\.py::test_(add|existing_function)$": _COMPARED,
+            r"/test_prng\.py::test_where$": _COMPARED,
         },
     ),
     "quax-blocks": (
