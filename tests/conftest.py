@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+import itertools
 import math
 import os
 import re
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # Read once, when JAX starts its backend. Four devices share the cores; each process keeps to one compute
 # thread so that parallel test workers do not fight over them.
@@ -141,6 +143,19 @@ def pytest_collection_finish(session):
     # JAX makes many objects that live long. By default they are looked at every 700 allocations.
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+# A compiled program takes about three maps of memory, of which Linux lets a process have 65,530: XLA ends the
+# process that asks for more.
+_TOO_MANY_MAPS = 40_000
+_MAPS = Path("/proc/self/maps")
+_tests_run = itertools.count(1)
+
+
+def pytest_runtest_teardown():
+    if next(_tests_run) % 20 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _TOO_MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter):
