@@ -17,7 +17,7 @@ TIMES_NAN = Program("SparseArray", (Step("x * NAN"),), jit=True)
 
 def _quaxify(monkeypatch, change):
     """Every quaxified function is that of the arrays, with its results changed."""
-    call = lambda f: lambda *args: jax.tree.map(change, f(*ql.materialise(args)))
+    call = lambda f, filter_spec=None: lambda *args: jax.tree.map(change, f(*ql.materialise(args)))
     monkeypatch.setattr(ql, "quaxify", call)
 
 
@@ -33,6 +33,16 @@ def test_nan_may_stay_zero_outside_of_a_structure():
 def test_nan_may_not_be_lost_where_something_is_stored(program, monkeypatch):
     _quaxify(monkeypatch, lambda x: jnp.where(jnp.isnan(x), 0, x))
     with pytest.raises(Finding, match="no NaN"):
+        check(program)
+
+
+@pytest.mark.slow
+def test_what_differs_by_rounding_is_equal_in_double_precision(monkeypatch):
+    program = Program("TridiagonalMatrix", (Step("2 * x"),), jit=True, x64=False)
+    _quaxify(monkeypatch, lambda x: x + 5e-4 if x.dtype == jnp.float32 else x)
+    assert check(program).status == "rejected"
+    _quaxify(monkeypatch, lambda x: x + 5e-4)
+    with pytest.raises(Finding, match="wrong numbers"):
         check(program)
 
 
