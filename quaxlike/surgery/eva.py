@@ -175,7 +175,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
     **Arguments:**
 
     - `moments`: as in [`quaxlike.eva`][].
-    - `rank`: the average rank. Every layer has at least rank 1.
+    - `rank`: the average rank, which is never exceeded. Every layer has at least rank 1.
     - `most`: the maximum rank for any layer. Default: twice `rank`.
 
     **Returns:**
@@ -198,14 +198,16 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     Paischer et al., EVA (2024).
     """
-    explained: list[tuple[float, str]] = []
+    directions: list[tuple[bool, float, str]] = []
     for name, moment in moments.items():
         variances = np.linalg.eigvalsh(np.asarray(moment, np.float64))[::-1]
         shares = variances / max(variances.sum(), np.finfo(np.float64).tiny)
-        explained += [(share, name) for share in shares[: 2 * rank if most is None else most]]
-    chosen = sorted(explained, key=lambda pair: -pair[0])[: rank * len(moments)]
-    counts = Counter(name for _, name in chosen)
-    return {f"^{re.escape(layer_of(name))}": max(1, counts[name]) for name in moments}
+        shares = shares[: 2 * rank if most is None else most]
+        directions += [(i > 0, -share, name) for i, share in enumerate(shares)]
+    # Each layer's first direction comes before all others, so that every layer has a rank of at least 1.
+    directions.sort(key=lambda direction: direction[:2])
+    counts = Counter(name for _, _, name in directions[: rank * len(moments)])
+    return {f"^{re.escape(layer_of(name))}": counts[name] for name in moments}
 
 
 class _Probe(ArrayValue):
