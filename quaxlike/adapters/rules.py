@@ -108,14 +108,14 @@ def _product(it: _Product) -> Any:
         case HadamardArray():
             return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
         case SumArray():
-            return quaxify(functools.partial(_of_sum, it, out, into))(w.base, w.delta, it.x)
+            return quaxify(functools.partial(_sum_product, it, out, into))(w.base, w.delta, it.x)
         case RotatedArray():
-            return quaxify(functools.partial(_of_rotated, it))(w.base, w.rotation, it.x)
+            return quaxify(functools.partial(_rotated_product, it))(w.base, w.rotation, it.x)
         case _:
-            return quaxify(functools.partial(_of_scaled, it))(w.base, w.outputs, w.inputs, it.x)
+            return quaxify(functools.partial(_scaled_product, it))(w.base, w.outputs, w.inputs, it.x)
 
 
-def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any) -> Any:
+def _sum_product(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any) -> Any:
     y = it.with_base(w, x, it.x_labels)
     dtype = common_dtype(delta, x)
     delta, x, params = cast(delta, dtype), cast(x, dtype), widened(it.params, dtype)
@@ -123,7 +123,7 @@ def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any)
     return add(y, arrange(*z, it.out))
 
 
-def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
+def _scaled_product(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     """Multiplies `x` by the factors along contracted axes, and the result by all others.
 
     Note that we never scale the base itself, as it might be quantised.
@@ -144,7 +144,7 @@ def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     return y
 
 
-def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
+def _rotated_product(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
     # In between the two products, the rotated axes are given separate (negative) labels. Otherwise each
     # product would have the same label for the axes that it contracts and for the ones that it produces.

@@ -21,7 +21,7 @@ from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
 from ..adapted import labels_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
-from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dropout
+from .array import RANK, LoraArray, drops, labels, row_scale, scaled, warn_of_dropout
 
 # This is tried before the rules for types with special storage (which are then applied to each part), and
 # after the rules for arrays with known contents (zeros).
@@ -32,7 +32,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     # Do this outside of the cached trace, which wouldn't issue the warning a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
-            tell_of_dropout(operand)
+            warn_of_dropout(operand)
     return _traced_product(primitive, x, y, **params)
 
 
@@ -168,7 +168,7 @@ def _conv(
     For the gradient we reverse this order, since the kernel's inputs are then the outputs of the forward
     pass.
     """
-    tell_of_dropout(lora)
+    warn_of_dropout(lora)
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
