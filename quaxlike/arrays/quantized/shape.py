@@ -302,7 +302,7 @@ def _gather(
     mode = lax.GatherScatterMode.from_any(mode)
     if w.axes:
         # Convert this to a lookup in the stored array, whose axes aren't permuted.
-        out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
+        out, order = _gather_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     # It's possible to fill the leaves so that they decode to NaN, but not to any other value.
@@ -393,7 +393,7 @@ def _with_all_axes(
     return quaxify(move)(out)
 
 
-def _of_stored(
+def _gather_stored(
     w: AbstractQuantizedArray,
     indices: ArrayLike,
     dims: lax.GatherDimensionNumbers,

@@ -53,7 +53,7 @@ def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **para
 @register_on_either_side("mul", AbstractSparseArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
-        return _of_both(primitive, x, y, **params)
+        return _combined(primitive, x, y, **params)
     return _by_array(primitive, *((x, y) if isinstance(x, AbstractSparseArray) else (y, x)), **params)
 
 
@@ -78,7 +78,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Adds the elements to a dense array or a scalar, for which the result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
-        return _of_both(primitive, x, y, **params)
+        return _combined(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
     w, other = (x, y) if on_left else (y, x)
     if not is_covered(w, other) or is_value(w.elements):
@@ -88,7 +88,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return w.added_to(-other if minus and on_left else other)
 
 
-def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
+def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
     """Returns the product, sum or difference of two arrays, merging their patterns if these differ."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented

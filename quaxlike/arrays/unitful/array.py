@@ -84,7 +84,7 @@ def _advice(name: str) -> str:
     return f"Known: {', '.join((*_BASE, *_DERIVED))}.{hint}"
 
 
-def _of_symbol(name: str) -> tuple[Fraction, ...]:
+def _exponents_of(name: str) -> tuple[Fraction, ...]:
     """Returns the exponents of all base units, in order, for a symbol."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
@@ -157,7 +157,7 @@ class Unit:
             total = (Fraction(0),) * len(_BASE)
             for name, power in factors:
                 power = _fraction(power)
-                total = tuple(a + b * power for a, b in zip(total, _of_symbol(name), strict=True))
+                total = tuple(a + b * power for a, b in zip(total, _exponents_of(name), strict=True))
         object.__setattr__(self, "_exponents", total)
         object.__setattr__(self, "_guard", guard)
 

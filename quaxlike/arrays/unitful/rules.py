@@ -118,7 +118,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 
 @register(tuple(_NUMBERS))
-def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
+def _function_of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
     """Applies functions that are only defined for dimensionless numbers, such as the exponential."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
