@@ -110,11 +110,14 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
     value.
     """
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
-    programs = tuple(table.items())
-    found = dict(_of_arrays(programs, subject.dense, stack))
+
+    def on(mode: Any, program: Any, arrays: Any) -> Any:
+        return _ON_ARRAY[mode](program.run, arrays)
+
+    found = _compiled(tuple(table.items()), on, (subject.dense, stack))
     varied, build = subject.varied()
     pull = jax.jit(jax.vjp(lambda leaves: reveal(build(leaves)), varied)[1])
-    for name, program in programs:
+    for name, program in table.items():
         gradient = found.get((name, "grad"))
         if not varied and "grad" in program.modes:
             found[name, "grad"] = TypeError("nothing to differentiate")
@@ -123,12 +126,3 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
         if "eager" in program.modes:
             found[name, "eager"] = found[name, "jit"]
     return found
-
-
-def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
-    """Returns the results on plain arrays."""
-
-    def on(mode: Any, program: Any, arrays: Any) -> Any:
-        return _ON_ARRAY[mode](program.run, arrays)
-
-    return _compiled(programs, on, (dense, stack))
