@@ -26,7 +26,7 @@ from .unstructured import (
     fits_int32,
     flattened,
     known_indices,
-    known_places,
+    known_positions,
     pairs,
     unstacked,
 )
@@ -103,7 +103,7 @@ def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArr
     # A product is only nonzero in positions that are stored by both arrays.
     if primitive.name == "mul":
         axes = range(len(x.sizes))
-        of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
+        of_x, of_y = pairs(known_positions(at_x, axes, x.sizes), known_positions(at_y, axes, x.sizes))
         return SparseArray.from_coo(primitive.bind(x.data[of_x], y.data[of_y], **params), at_x[of_x], x.sizes)
     data = jnp.concatenate([x.data, -y.data if primitive.name == "sub" else y.data])
     return SparseArray.from_coo(data, np.concatenate([at_x, at_y]), x.sizes)
@@ -118,8 +118,8 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     sizes = [shape[axis] for axis in kept]
     if not fits_int32(sizes):
         return NotImplemented
-    place = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
-    return add_at(jnp.zeros(math.prod(sizes), x.dtype), (place,), x.data).reshape(sizes)
+    positions = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
+    return add_at(jnp.zeros(math.prod(sizes), x.dtype), (positions,), x.data).reshape(sizes)
 
 
 @register(["reduce_or", "reduce_and"])
