@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ..._checked import as_array, checked, did_you_mean
+from ..._arrays import as_array
+from ..._checked import checked, did_you_mean
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
 from ...core.levels import level_of
 from ...core.recording import user_source
