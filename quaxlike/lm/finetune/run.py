@@ -299,16 +299,16 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
     return found
 
 
-def _invoking(
+def _with_invocation(
     path: Path, examples: list[Example], invocation: Sequence[int], console: Console
 ) -> list[Example]:
     """Drops examples without the invocation tokens, because the adapter would never be active in them."""
     n = len(invocation)
 
-    def stands(ids: Sequence[int]) -> bool:
+    def invokes(ids: Sequence[int]) -> bool:
         return any(ids[i : i + n] == [*invocation] for i in range(len(ids)))
 
-    found = [example for example in examples if not n or stands(example.texts[0])]
+    found = [example for example in examples if not n or invokes(example.texts[0])]
     if examples and not found:
         raise FinetuneError(
             f"{path}: no example has the tokens {[*invocation]} of --invocation, one after the other, from "
@@ -352,7 +352,7 @@ def read_data(
                 f"{path} ({option}) has no examples{left_out}. Add examples"
                 f"{', or raise --max-length' if empty else ''}."
             )
-        parts.append(_invoking(path, examples, invocation, console))
+        parts.append(_with_invocation(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
     if data.pack:
         if not task.packs:
