@@ -346,7 +346,7 @@ def _next(
 
     def row(i: Any, since: Any, *of_row: Any) -> Any:
         own = choose_adapter(model, i) if stacked else model
-        return quaxify(run)(_acting(own, start, width, since), *of_row)
+        return quaxify(run)(_activated_from(own, start, width, since), *of_row)
 
     of_rows = jnp.arange(rows), since, ids, seen
     if rows == 1:
@@ -546,7 +546,7 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
     return np.where(starts == most, _NEVER, starts).astype(np.int32)
 
 
-def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
+def _activated_from(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
     """Activates LoRAs from position `since` onwards, for the `count` tokens that start at position
     `start`."""
     return activated(model, lambda _: start + jnp.arange(count) >= since)
