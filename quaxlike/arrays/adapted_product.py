@@ -5,8 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..core.values import is_value
-from ..kernels.multilinear import is_spread
 from .adapted import AdaptedArray, labels_of
 from .dot_axes import Labels, arrange, contract, dot_axes, in_order, weight_product
 
@@ -46,8 +44,7 @@ class AdaptedProduct:
     def with_base(self, w: Any, x: Any, labels: Labels, own: Labels | None = None) -> Any:
         """Multiplies the base, whose labels are `own` (default: those of `w`), with `x`."""
         own = self.own["w"] if own is None else own
-        spread = self.params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         # `dimension_numbers` only apply if the base and x have the same axes as in the original product.
-        if len(own) < self.w.ndim or labels != self.x_labels or spread:
+        if len(own) < self.w.ndim or labels != self.x_labels:
             return arrange(*self.times(w, own, x, labels, self.out, **self.params), self.out)
         return weight_product(*((w, x) if self.on_left else (x, w)), self.dimension_numbers, **self.params)

@@ -6,7 +6,7 @@ in the wider dtype, and only cast once at the very end.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
-from ...kernels.multilinear import spread_like
+from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
 from ..adapted import labels_of
 from ..adapted_product import AdaptedProduct
@@ -52,8 +52,15 @@ def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 def _lora_product(it: AdaptedProduct, w: Any, a: Any, b: Any, x: Any, x_labels: Labels | None = None) -> Any:
     x_labels = it.x_labels if x_labels is None else x_labels
-    y = it.with_base(w, x, x_labels)
+    y = _with_base(it, w, x, x_labels)
     return add(y, _with_factors(it, a, b, dropped(it.w, x), x_labels))
+
+
+def _with_base(it: AdaptedProduct, w: Any, x: Any, x_labels: Labels) -> Any:
+    """As `it.with_base`, but allows both operands to be sharded over the same explicit mesh axes."""
+    if it.params.get("out_sharding") is None and not is_value(w) and is_spread((w, x)):
+        return arrange(*it.times(w, it.own["w"], x, x_labels, it.out, **it.params), it.out)
+    return it.with_base(w, x, x_labels)
 
 
 def _with_factors(it: AdaptedProduct, a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
@@ -88,8 +95,8 @@ def _dora_product(it: AdaptedProduct, scale: Any, rows: Labels, w: Any, a: Any, 
         return multiply(_lora_product(it, w, a, b, x), by_row)
     # As in PEFT, dropout only affects what is added to the output of the original layer. Note that this
     # includes the effect of rescaling the base.
-    y, x = it.with_base(w, x, x_labels), dropped(lora, x)
-    change = multiply(it.with_base(w, x, x_labels), by_row - 1)
+    y, x = _with_base(it, w, x, x_labels), dropped(lora, x)
+    change = multiply(_with_base(it, w, x, x_labels), by_row - 1)
     return add(y, add(change, multiply(_with_factors(it, a, b, x, x_labels), by_row)))
 
 
@@ -149,8 +156,8 @@ def _conv(
     pass.
     """
     warn_of_dropout(lora)
-    n, groups = lora.ndim, feature_group_count
-    out, into, *window = dimension_numbers.rhs_spec
+    n, groups, dims = lora.ndim, feature_group_count, dimension_numbers
+    out, into, *window = dims.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
     # We support kernels with factors (rank, in, *window) and (out, rank), as well as their gradients, in
     # which `in` and `out` are exchanged.
@@ -163,43 +170,17 @@ def _conv(
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
         return NotImplemented  # the scale would vary across the window as well
 
-    def conv(x: Any, kernel: Any, **params: Any) -> Any:
-        return primitive.bind(
-            x,
-            kernel,
-            dimension_numbers=dimension_numbers,
-            feature_group_count=groups,
-            batch_group_count=1,
-            **params,
-        )
-
-    # The convolution with `b` has a window of size one, and no strides or padding.
-    pointwise = params | {
-        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
-        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
-    }  # fmt: skip
+    conv = functools.partial(
+        primitive.bind, dimension_numbers=dims, feature_group_count=groups, batch_group_count=1
+    )
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
-        dtype = common_dtype(a, b, x)
-        # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and
-        # in the other one it replaces `in`.
-        if backward:
-            down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
-            up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
-            thin = conv(cast(x, dtype), down, **pointwise | {"preferred_element_type": None})
-            thin, _ = scaled(lora, thin, [*range(n)])
-            return conv(thin, up, **widened(params, dtype))
-        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
-        down = jnp.concatenate([down] * groups, axis=out)  # `a` is shared by all groups of channels
-        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
-        thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
-        thin, _ = scaled(lora, thin, [*range(n)])
-        return conv(thin, up, **widened(pointwise, dtype))
+        return _conv_with_factors(conv, lora, a, b, x, dims.rhs_spec, groups, backward, params)
 
     def product(w: Any, a: Any, b: Any, x: Any) -> Any:
         if scale is None:
             return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
-        axis = (dimension_numbers.lhs_spec if backward else dimension_numbers.out_spec)[1]
+        axis = (dims.lhs_spec if backward else dims.out_spec)[1]
         channels = arrange(scale, rows, rows).reshape([-1 if i == axis else 1 for i in range(n)])
         if backward:
             x = multiply(x, channels)
@@ -214,6 +195,42 @@ def _conv(
     if len(w_labels) < n:
         base = quaxify(lambda w: jnp.broadcast_to(w, lora.shape))(base)
     return quaxify(product)(base, lora.a, lora.b, x)
+
+
+def _conv_with_factors(
+    conv: Callable[..., Any],
+    lora: LoraArray,
+    a: Any,
+    b: Any,
+    x: Any,
+    kernel_axes: Sequence[int],
+    groups: int,
+    backward: bool,
+    params: dict[str, Any],
+) -> Any:
+    """Convolves with `a` and then with `b`, or vice versa if `backward`."""
+    out, into, *window = kernel_axes
+    _, a_labels, b_labels = labels(lora)
+    n, dtype = lora.ndim, common_dtype(a, b, x)
+    # The convolution with `b` has a window of size one, and no strides or padding.
+    pointwise = params | {
+        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
+        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
+    }  # fmt: skip
+    # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and in
+    # the other one it replaces `in`.
+    if backward:
+        down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
+        up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
+        first, then = pointwise, params
+    else:
+        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
+        down = jnp.concatenate([down] * groups, axis=out)  # `a` is shared by all groups of channels
+        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
+        first, then = params, pointwise
+    thin = conv(cast(x, dtype), down, **first | {"preferred_element_type": None})
+    thin, _ = scaled(lora, thin, [*range(n)])
+    return conv(thin, up, **widened(then, dtype))
 
 
 @register("ragged_dot_general", precedence=precedence.LORA)
