@@ -1,10 +1,26 @@
-"""Moves NumPy arrays to devices."""
+"""Conversions to JAX arrays."""
+
+import reprlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # XLA's CPU backend copies an array whose memory isn't aligned to this many bytes.
 _ALIGNMENT = 64
+
+
+def as_array(x: Any) -> jax.Array:
+    """Converts `x` to a JAX array. Use this as the converter for a field of a public type.
+
+    **Raises:** `TypeError` if `x` cannot be converted.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        found = reprlib.repr(x)
+    raise TypeError(f"expected an array or a number; found {found}, of type {type(x).__name__}.")
 
 
 def from_numpy(array: np.ndarray) -> jax.Array:

@@ -96,8 +96,8 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
 
 def _processor() -> str:
     """Returns an identifier for this kind of processor, which includes its instruction set."""
-    told = [platform.machine(), platform.processor()]
+    parts = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}
-        told += sorted(x for x in lines if x.partition("\t")[0] in ("model name", "flags", "Features"))
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+        parts += sorted(x for x in lines if x.partition("\t")[0] in ("model name", "flags", "Features"))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -197,18 +197,6 @@ def _words(hint: Any) -> str:
     return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
 
 
-def as_array(x: Any) -> jax.Array:
-    """Converts `x` to a JAX array. Use this as the converter for a field of a public type.
-
-    **Raises:** `TypeError` if `x` cannot be converted.
-    """
-    try:
-        return jax.numpy.asarray(x)
-    except (TypeError, ValueError):
-        found = reprlib.repr(x)
-    raise TypeError(f"expected an array or a number; found {found}, of type {type(x).__name__}.")
-
-
 def did_you_mean(
     name: str,
     known: Iterable[str],

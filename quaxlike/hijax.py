@@ -299,7 +299,6 @@ def _install_operators() -> None:
 
 
 _install_operators()
-HiValue.__hash__ = object.__hash__
 
 
 def _value(x: Any) -> Any:

@@ -92,9 +92,6 @@ class ALoRAArray(AdaptedArray):
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
-    def trained(self) -> Sequence[str]:
-        return ("a", "b", *(["w"] if self.gradients == "train" else []))
-
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
 

@@ -60,9 +60,6 @@ class FourierFTArray(MethodArray):
     part_axes: ClassVar[Mapping[str, str]] = {"spectrum": "n", "places": "n"}
     numbers: ClassVar[Sequence[str]] = ("scaling",)
 
-    def trained(self) -> Sequence[str]:
-        return ("spectrum", *(["w"] if self.gradients == "train" else []))
-
     def adds_nothing(self) -> bool:
         return True
 

@@ -119,15 +119,15 @@ class MethodArray(AdaptedArray):
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        def composed(values: Any) -> Any:
-            return [x.composed() if isinstance(x, MethodArray) else x for x in values]
-
-        values = map_values(composed, values)
+        values = map_values(_composed, values)
         return quaxify(primitive.bind)(*values, **primitive.get_bind_params(params))
+
+
+def _composed(values: Sequence[Any]) -> list[Any]:
+    return [x.composed() if isinstance(x, MethodArray) else x for x in values]
 
 
 @register_on_either_side("dot_general", MethodArray, precedence=precedence.METHOD)
 @cached_trace
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
-    composed = [each.composed() if isinstance(each, MethodArray) else each for each in (x, y)]
-    return quaxify(primitive.bind)(*composed, **params)
+    return quaxify(primitive.bind)(*_composed((x, y)), **params)

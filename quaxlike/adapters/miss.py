@@ -49,13 +49,13 @@ class MiSSArray(MethodArray):
 
     def composed(self) -> Any:
         if self.block is None:
-            return self.on(SumArray, self._of_blocks())
+            return self.on(SumArray, self._block_delta())
         rank, columns = self.block.shape[-2:]
         repeated = jnp.concatenate([self.block] * (self.num_outputs // columns), -1)
         a = (jnp.arange(self.num_inputs) % rank)[None, :] == jnp.arange(rank)[:, None]
         return self.low_rank(a.astype(repeated.dtype), jnp.matrix_transpose(repeated))
 
-    def _of_blocks(self) -> Any:
+    def _block_delta(self) -> Any:
         r = self.bat.shape[-1]
         w = self.as_matrix(materialise(self.base)).astype(self.bat.dtype)
         blocks = jnp.reshape(w, (*w.shape[:-2], self.num_outputs // r, r, self.num_inputs // r, r))

@@ -117,7 +117,7 @@ def oft(x: Weight, *, block_size: int = 32) -> OFTArray:
     return x.on(OFTArray, skew, of_outputs=of_outputs)
 
 
-def _tell_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
+def _warn_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
     """Warns about convolutions, for which PEFT's forward pass is inconsistent with its merged weights."""
     if names := [layer.name for layer in layers if math.prod(layer.window) > 1]:
         warnings.warn(
@@ -165,7 +165,7 @@ def _write_oft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    _tell_of_windows([*layers.values()], {})
+    _warn_of_windows([*layers.values()], {})
     blocks = {name: own["block"] for name, own in options.items()}
     inputs = {
         name: w.array.num_outputs if w.array.of_outputs else w.array.num_inputs for name, w in layers.items()
@@ -201,6 +201,6 @@ OFT = Method(
         "eps": number(6e-5), "block_share": flag(), "use_cayley_neumann": flag(True),
         "num_cayley_neumann_terms": count(5),
     },
-    read=_read_oft, write=_write_oft, settle=_settle_oft, prepare=_tell_of_windows,
+    read=_read_oft, write=_write_oft, settle=_settle_oft, prepare=_warn_of_windows,
     kinds=("linear", "matrix", "embedding", "conv"), conv1d=False,
 )  # fmt: skip

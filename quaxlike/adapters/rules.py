@@ -11,17 +11,9 @@ from jaxtyping import ArrayLike
 
 from ..arrays import precedence
 from ..arrays.adapted import labels_of
+from ..arrays.adapted_product import AdaptedProduct
 from ..arrays.axis_rules import Lookup, looked_up
-from ..arrays.dot_axes import (
-    Labels,
-    arrange,
-    cast,
-    common_dtype,
-    contract,
-    dot_axes,
-    in_order,
-    weight_product,
-)
+from ..arrays.dot_axes import Labels, arrange, cast, common_dtype, contract
 from ..arrays.lora.dot import add, multiply, widened
 from ..core.jaxprs.evaluate import cached_trace
 from ..core.quaxify import quaxify
@@ -38,39 +30,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
     return _product(_Product(y, x, False, **params))
 
 
-class _Product:
-    """The product of an adapted array `w` with `x`, plus operations that are shared between combinators.
-
-    We track axes by integer labels (a bit like the indices of `einsum`), because the parts of `w` can have
-    their axes in different orders. The axes of `w` have the labels 0, 1, ... and each axis of `x` shares the
-    label of the axis that it is contracted or batched with, if any, or otherwise a new label starting from
-    `w.ndim`.
-    """
-
-    def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-        of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
-        labels = list(range(w.ndim, w.ndim + jnp.ndim(x)))
-        for own, others in zip(of_w[:2], of_x[:2], strict=True):
-            for label, axis in zip(own, others, strict=True):
-                labels[axis] = label
-        self.w, self.x, self.on_left, self.params = w, x, on_left, params
-        self.dimension_numbers, self.x_labels, self.own = dimension_numbers, labels, labels_of(w)
-        #: The labels of the axes of the result.
-        self.out = [*of_w.batch, *in_order(on_left, of_w.free, [i for i in labels if i >= w.ndim])]
-
-    def times(
-        self, part: Any, own: Labels, x: Any, labels: Labels, keep: Collection[int], **params: Any
-    ) -> tuple[Any, Labels]:
-        if self.on_left:
-            return contract(part, own, x, labels, keep, **params)
-        return contract(x, labels, part, own, keep, **params)
-
-    def with_base(self, w: Any, x: Any, labels: Labels, own: Labels | None = None) -> Any:
-        own = self.own["w"] if own is None else own
-        if len(own) < self.w.ndim or labels != self.x_labels:
-            return arrange(*self.times(w, own, x, labels, self.out, **self.params), self.out)
-        return weight_product(*((w, x) if self.on_left else (x, w)), self.dimension_numbers, **self.params)
-
+class _Product(AdaptedProduct):
     def with_matrix(
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
         keep: Collection[int], **params: Any,
@@ -108,14 +68,14 @@ def _product(it: _Product) -> Any:
         case HadamardArray():
             return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
         case SumArray():
-            return quaxify(functools.partial(_of_sum, it, out, into))(w.base, w.delta, it.x)
+            return quaxify(functools.partial(_sum_product, it, out, into))(w.base, w.delta, it.x)
         case RotatedArray():
-            return quaxify(functools.partial(_of_rotated, it))(w.base, w.rotation, it.x)
+            return quaxify(functools.partial(_rotated_product, it))(w.base, w.rotation, it.x)
         case _:
-            return quaxify(functools.partial(_of_scaled, it))(w.base, w.outputs, w.inputs, it.x)
+            return quaxify(functools.partial(_scaled_product, it))(w.base, w.outputs, w.inputs, it.x)
 
 
-def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any) -> Any:
+def _sum_product(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any) -> Any:
     y = it.with_base(w, x, it.x_labels)
     dtype = common_dtype(delta, x)
     delta, x, params = cast(delta, dtype), cast(x, dtype), widened(it.params, dtype)
@@ -123,7 +83,7 @@ def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any)
     return add(y, arrange(*z, it.out))
 
 
-def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
+def _scaled_product(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     """Multiplies `x` by the factors along contracted axes, and the result by all others.
 
     Note that we never scale the base itself, as it might be quantised.
@@ -144,7 +104,7 @@ def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     return y
 
 
-def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
+def _rotated_product(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
     # In between the two products, the rotated axes are given separate (negative) labels. Otherwise each
     # product would have the same label for the axes that it contracts and for the ones that it produces.

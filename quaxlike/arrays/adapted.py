@@ -308,7 +308,7 @@ _on_device = jax.jit(lambda x: x)
 
 def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
     """Returns the sizes of the batch axes that are common to the base and all trained parts."""
-    if not knows_axes(x) or _labels(*_form(x))[0] == len(x.out_axes) + len(x.in_axes):
+    if not knows_axes(x) or _labels(*_labels_key(x))[0] == len(x.out_axes) + len(x.in_axes):
         return ()
     labels, matrix = labels_of(x), matrix_labels(x)
     trained = ["w", *(name for name in x.trained() if name in labels and name != "w")]
@@ -450,16 +450,16 @@ def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
 
     A label is the corresponding axis of the whole array, or negative if there is none.
     """
-    return _labels(*_form(x))[1]
+    return _labels(*_labels_key(x))[1]
 
 
 def matrix_labels(x: AdaptedArray) -> set[int]:
     """Returns the labels of all axes except batch axes."""
-    n, _ = _labels(*_form(x))
+    n, _ = _labels(*_labels_key(x))
     return {n + axis for axis in (*x.out_axes, *x.in_axes)}
 
 
-def _form(x: AdaptedArray) -> Any:
+def _labels_key(x: AdaptedArray) -> Any:
     cls: Any = type(x)
     parts = [getattr(x, name) for name in _words(cls)]
     ndims = tuple(None if part is None else part.ndim for part in parts)

@@ -212,7 +212,7 @@ def _split(x: AdaptedArray, *, sizes: Sequence[Any], axis: int):  # sizes may be
 
 @register("concatenate")
 def _concatenate(*operands: AdaptedArray | ArrayLike, dimension: int):
-    adapted = _of_one_form(operands)
+    adapted = _unified(operands)
     if adapted is None or dimension in matrix_labels(adapted[0]):
         return NotImplemented
     return joined(adapted, dimension)
@@ -220,7 +220,7 @@ def _concatenate(*operands: AdaptedArray | ArrayLike, dimension: int):
 
 @register("stack")
 def _stack(*operands: AdaptedArray | ArrayLike, axis: int):
-    adapted = _of_one_form(operands)
+    adapted = _unified(operands)
     return NotImplemented if adapted is None else stacked(adapted, axis)
 
 
@@ -248,7 +248,7 @@ def concatenated(parts: Sequence[Any], axis: int) -> Any:
     return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
 
 
-def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
+def _unified(operands: Sequence[Any]) -> list[Any] | None:
     """Converts the operands to adapters of the same form, or returns None if this isn't possible.
 
     Plain arrays are given parts that have no effect.
@@ -257,12 +257,13 @@ def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
     if not knows_axes(like):
         return None
     adapted = [x if isinstance(x, AdaptedArray) else type(like).promote(x, like) for x in operands]
-    if any(x is NotImplemented or not knows_axes(x) or _form(x) != _form(like) for x in adapted):
+    form = _joining_form(like)
+    if any(x is NotImplemented or not knows_axes(x) or _joining_form(x) != form for x in adapted):
         return None
     return alike_in_training(adapted)
 
 
-def _form(x: AdaptedArray) -> Any:
+def _joining_form(x: AdaptedArray) -> Any:
     """Returns everything that must agree for adapters to be joined."""
     matrix = matrix_labels(x)
     core: dict[str, Any] = {}

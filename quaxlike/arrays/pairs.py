@@ -16,7 +16,7 @@ from ..core.values import is_value
 from ..kernels.block_matmul import to_ranks
 from . import precedence
 from .dot_axes import dot_axes, placed, product_dtype
-from .lora.array import LoraArray, drops, tell_of_dropout
+from .lora.array import LoraArray, drops, warn_of_dropout
 from .quantized.base import AbstractQuantizedArray
 
 
@@ -28,7 +28,7 @@ def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **param
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
         return NotImplemented
     if lora.dropout:
-        tell_of_dropout(lora)
+        warn_of_dropout(lora)
     return _fused_product(lora, x, on_left=on_left, **params)
 
 

@@ -157,16 +157,16 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
 
 def dense_operands(
-    primitive: jexc.Primitive, operands: Sequence[Any], places: Sequence[int] | None = None
+    primitive: jexc.Primitive, operands: Sequence[Any], positions: Sequence[int] | None = None
 ) -> list[Any]:
-    """Materialises all operands, or just the ones in `places`. This is subject to the policy."""
+    """Materialises all operands, or just the ones in `positions`. This is subject to the policy."""
     arrays = list(operands)
-    places = range(len(arrays)) if places is None else places
+    positions = range(len(arrays)) if positions is None else positions
 
     def densify(values: list[Value]) -> list[Any]:
         return _densify(values, primitive.name, operands, "")
 
-    for i, x in zip(places, map_values(densify, [operands[i] for i in places]), strict=True):
+    for i, x in zip(positions, map_values(densify, [operands[i] for i in positions]), strict=True):
         arrays[i] = x
     return arrays
 
@@ -194,8 +194,8 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
             recorder.by_default_of(cls)
         return default(primitive, operands, params)
     if (found := _rule_beyond(trace, primitive, operands)) is not None:
-        some = dense_operands(primitive, operands, found.places)
-        names = dict.fromkeys(type(operands[i]).__name__ for i in found.places)
+        some = dense_operands(primitive, operands, found.positions)
+        names = dict.fromkeys(type(operands[i]).__name__ for i in found.positions)
         recording.note(f"only {' and '.join(names)} is made dense")
         return trace.dispatch(primitive, some, params)
     # If we were calling a JAX function then it would ensure that all operands vary over the same mesh axes,
@@ -214,16 +214,16 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
         return None
     if not (rules := rules_beyond(trace.resolver, (primitive, *types))):
         return None
-    once = _places_of_first(operands)
+    once = _first_positions(operands)
 
     def keeps_twins_together(rule: Beyond) -> bool:
         # If a Value occurs twice then we must treat both occurrences in the same way. See `map_values` for
         # the reason.
-        made_dense = {once[i] for i in rule.places}
-        return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
+        made_dense = {once[i] for i in rule.positions}
+        return made_dense.isdisjoint(once[i] for i in once if i not in rule.positions)
 
     rules = [rule for rule in rules if keeps_twins_together(rule) and rule.applies_to(operands)]
-    return min(rules, key=lambda r: _strictest([operands[i] for i in r.places]) == "error", default=None)
+    return min(rules, key=lambda r: _strictest([operands[i] for i in r.positions]) == "error", default=None)
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -234,13 +234,13 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
     problem for e.g. `x != x`, which is how people test for NaN, as it could then be true for ordinary
     numbers.
     """
-    first = _places_of_first(operands)
+    first = _first_positions(operands)
     once = list(dict.fromkeys(first.values()))
     made = dict(zip(once, f([operands[i] for i in once]), strict=True))
     return [made[first[i]] if i in first else x for i, x in enumerate(operands)]
 
 
-def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
+def _first_positions(operands: Sequence[Any]) -> dict[int, int]:
     """For each position of a Value, returns the first position at which the same Value occurs."""
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}

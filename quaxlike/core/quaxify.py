@@ -69,12 +69,12 @@ class _Quaxified(Generic[_T]):
         if self._rules is not None or self._filter_spec is not True:
             return None
         if isinstance(self._fn, types.MethodType) and compat.is_jit_without_options(self._fn.__func__):
-            return functools.partial(self._of_jit(self._fn.__func__), self._fn.__self__)
-        return self._of_jit(self._fn) if compat.is_jit_without_options(self._fn) else None
+            return functools.partial(self._quaxified_jit(self._fn.__func__), self._fn.__self__)
+        return self._quaxified_jit(self._fn) if compat.is_jit_without_options(self._fn) else None
 
     @staticmethod
     @compat.weakly_cached
-    def _of_jit(jitted: Any) -> Callable[..., Any]:
+    def _quaxified_jit(jitted: Any) -> Callable[..., Any]:
         """All quaxified versions of `jitted` share this, so that quaxifying it again doesn't recompile it."""
         of = weakref.ref(jitted)  # a strong reference would keep it in the cache forever
 

@@ -160,19 +160,12 @@ for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": 
 
 
 class Level(jexc.TraceTag):
-    """A single running `quaxify`. This is also the tag shared by its traces and tracers.
+    """A single running `quaxify`. This is also the tag shared by its traces and tracers."""
 
-    **Arguments:**
-
-    - `dispatches_on`: whether the level dispatches on a Value that wasn't one of its arguments. Default: on
-        any Value.
-    """
-
+    # Whether the level dispatches on a Value that wasn't one of its arguments. None: on any Value.
+    dispatches_on: Callable[[Value], bool] | None = None
     # Called with each primitive on plain arrays. This is only set if some Value at this level requires it.
     follow: Callable[..., None] | None = None
-
-    def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
-        self.dispatches_on = dispatches_on
 
 
 class QuaxTrace(jax.core.Trace):

@@ -21,16 +21,16 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     **Raises:** `CheckpointError` if this isn't a JSON object, if it has duplicate names, or if it would
     require much more memory than the input itself.
     """
-    return _of_kind(path, _parsed(path, text, what), what, dict)
+    return _require_kind(path, _parsed(path, text, what), what, dict)
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
     """Like `read_json`, but for a file. Raises `FileNotFoundError` unless this is a regular file."""
-    return _of_kind(path, _parsed_file(path, what), what, dict)
+    return _require_kind(path, _parsed_file(path, what), what, dict)
 
 
 def read_json_list(path: Path, what: str) -> list[Any]:
-    return _of_kind(path, _parsed_file(path, what), what, list)
+    return _require_kind(path, _parsed_file(path, what), what, list)
 
 
 def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
     return read_json(file.path, file.read(0, file.size, None), what)
 
 
-def _of_kind(path: Path, found: Any, what: str, kind: type) -> Any:
+def _require_kind(path: Path, found: Any, what: str, kind: type) -> Any:
     if not isinstance(found, kind):
         name = {dict: "object", list: "list"}[kind]
         raise file_error(path, None, f"{what} must be a JSON {name}, found {type(found).__name__}")

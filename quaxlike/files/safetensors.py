@@ -1,5 +1,6 @@
 """`save` and `load`, which store whole models (including any Values they contain) as safetensors files."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -9,7 +10,7 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,14 +153,9 @@ def load(
         name = path_of(key_path, like)
         if name not in nodes and name not in tensors:
             raise tensors.error(name, f"is missing.{did_you_mean(name, [*nodes, *tensors])}")
-        try:
+        with _rebuilding(name, tensors):
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
-        except CheckpointError:
-            raise
-        # If the file has inconsistent values then a type could raise any kind of error.
-        except Exception as error:
-            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
             raise tensors.error(
                 name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
@@ -255,14 +251,9 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
                 raise tensors.error(name, f"the model has no such array. {suggestion(name, arrays)}")
             return base if part is _BASE else used.add(part) or _tensor(tensors, part)
 
-        try:
+        with _rebuilding(name, tensors):
             found = _decode(node, known, get)
             shape = tuple(found.shape)
-        except CheckpointError:
-            raise
-        # If the file has inconsistent values then a type could raise any kind of error.
-        except Exception as error:
-            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if not isinstance(found, AdaptedArray):
             raise tensors.error(name, f"expected an adapter; found {type(found).__name__}")
         if base is not None and shape[len(shape) - base.ndim :] != tuple(base.shape):
@@ -301,14 +292,23 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
             names_in(child)
 
     def read(name: str) -> Any:
-        try:
+        with _rebuilding(name, tensors):
             return _decode(nodes[name], known, functools.partial(_tensor, tensors))
-        # If the file has inconsistent values then a type could raise any kind of error.
-        except Exception as error:
-            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
     names_in(nodes)
     return {name: lambda name=name: read(name) for name in nodes}, used
+
+
+@contextlib.contextmanager
+def _rebuilding(name: str, tensors: Tensors) -> Iterator[None]:
+    """Names the array in any error that is raised while it is rebuilt from its tensors."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    # If the file has inconsistent values then a type could raise any kind of error.
+    except Exception as error:
+        raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
 
 def _tensor(tensors: Tensors, name: Any) -> Any:

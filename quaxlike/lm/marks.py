@@ -97,13 +97,13 @@ def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
     """Returns the special token that the chat template writes after an answer, if there is one."""
     if "default" not in read_templates(folder)[0]:
         return []
-    try:
-        from .chat import ChatTemplate  # this requires jinja2, so only import it if there is a template
+    from .chat import ChatTemplate  # this requires jinja2, so only import it if there is a template
 
+    try:
         text, spans = ChatTemplate(folder).learned(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
-    except (ModuleNotFoundError, CheckpointError, ValueError):  # no jinja2, or a template that rejects this
+    except (CheckpointError, ValueError):  # the template rejects this conversation
         return []
     start, end = spans[-1]
     ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids

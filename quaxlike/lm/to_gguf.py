@@ -69,7 +69,7 @@ def described(
         metadata = without_blocks_beside(source, checkpoint.metadata)
         factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
     else:
-        metadata, factors = _of_folder(arrays, config, source)
+        metadata, factors = _metadata_of_folder(arrays, config, source)
     arrays, config = _with_output(arrays, config, source, metadata)
     named = llama_cpp_names([*arrays, *factors], metadata)
     if unknown := [name for name, out in named.items() if out == name and name not in factors]:
@@ -102,7 +102,7 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
     return config
 
 
-def _of_folder(
+def _metadata_of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     from .marks import Marks  # imported here because it requires the optional dependency tokenizers

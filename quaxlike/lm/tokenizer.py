@@ -95,7 +95,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
     """
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
-        return _of_gguf(as_python(open_gguf(directory).metadata))
+        return _settings_in_gguf(as_python(open_gguf(directory).metadata))
     settings = read_json_file(path, "the settings of the tokeniser") if path.is_file() else {}
     path = directory / "special_tokens_map.json"
     special = read_json_file(path, "the special tokens") if path.is_file() else {}
@@ -104,7 +104,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
     }
 
 
-def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_in_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Converts GGUF metadata about the tokeniser to the names that `tokenizer_config.json` has for them."""
     key = "tokenizer.chat_template"
     templates = {

@@ -374,7 +374,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
         )
     order = jnp.arange(len(ids))
     if segments is None:
-        return activated(model, lambda invocation: order >= last_place(ids, invocation))
+        return activated(model, lambda invocation: order >= last_occurrence(ids, invocation))
     segments = jnp.asarray(segments)
     if segments.shape != ids.shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
@@ -383,10 +383,10 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
         )
 
     def in_segments(invocation: tuple[int, ...]) -> Any:
-        places = _places(ids, invocation)
+        starts = _occurrences(ids, invocation)
         # Discard any match that crosses from one text into the next one.
         whole = segments == jnp.roll(segments, 1 - len(invocation))
-        last = jax.ops.segment_max(jnp.where(whole, places, -1), segments, len(ids) + 1)[segments]
+        last = jax.ops.segment_max(jnp.where(whole, starts, -1), segments, len(ids) + 1)[segments]
         return (last >= 0) & (order >= last)
 
     return activated(model, in_segments)
@@ -412,12 +412,12 @@ def invocations(model: PyTree) -> set[tuple[int, ...]]:
     return {x.invocation for x in leaves if isinstance(x, AdaptedArray) and x.invocation}
 
 
-def last_place(ids: Any, tokens: Sequence[int]) -> Any:
+def last_occurrence(ids: Any, tokens: Sequence[int]) -> Any:
     """Returns the start of the last occurrence of a token sequence, or `len(ids)` if there is none."""
-    return jnp.max(_places(ids, tokens), initial=-1) % (len(ids) + 1)
+    return jnp.max(_occurrences(ids, tokens), initial=-1) % (len(ids) + 1)
 
 
-def _places(ids: Any, tokens: Sequence[int]) -> Any:
+def _occurrences(ids: Any, tokens: Sequence[int]) -> Any:
     """Returns an array equal to `i` at every index `i` where the token sequence starts, and -1 elsewhere."""
     n = len(ids)
     after = jnp.pad(ids, (0, len(tokens) - 1), constant_values=-1)

@@ -4,8 +4,9 @@ We multiply a weight's columns by some factors, and the rows in the preceding la
 cancel out, so the model still computes the same function.
 """
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,54 +98,72 @@ def balance(
     records = records_of(model, layout)
     arrays = {name: record.array for name, record in records.items()}
     layers = {layer_of(name): name for name in arrays if layer_of(name) != name}
-    pairs: list[tuple[str, list[str]]] = []
-    for pattern, laters in folds.items():
-        matches = (re.fullmatch(pattern, layer) for layer in layers)
-        pairs += [(match[0], [match.expand(later) for later in laters]) for match in matches if match]
-    if not pairs:
-        raise ValueError(f"No layer of the model matches `folds`: {', '.join(folds)}.")
+
+    def rounded(name: str, factor: np.ndarray) -> np.ndarray:
+        """Rounds a matrix whose columns are scaled by `factor`, then undoes the scaling."""
+        own = require_layout(name, records[name])
+        scaled = _scaled(arrays[name], factor, own.in_axes[0])
+        dense = materialise(quantize_array(name, scaled, scheme, own, **scheme_options))
+        return _columns(name, dense, own.in_axes) / factor
+
     new: dict[str, Any] = {}
-    for layer, laters in pairs:
-        for name in (layer, *laters):
-            if name not in layers:
-                known_layers = {layer: arrays[weight] for layer, weight in layers.items()}
-                raise ValueError(
-                    f"`folds` names {name}, which is not a layer. {suggestion(name, known_layers)}"
-                )
-        into = {name: require_layout(name, records[name]) for name in (layers[x] for x in laters)}
-        columns = {name: _columns(name, arrays[name], axes.in_axes) for name, axes in into.items()}
+    for layer, consumers in _matched(folds, {layer: arrays[name] for layer, name in layers.items()}):
+        weights = [layers[consumer] for consumer in consumers]
+        axes = {name: require_layout(name, records[name]).in_axes for name in weights}
+        columns = {name: _columns(name, arrays[name], in_axes) for name, in_axes in axes.items()}
         moment = _moment_of(columns, moments)
-        size = len(moment)
-
-        def cost(factor: np.ndarray, columns: Any = columns, into: Any = into, moment: Any = moment) -> float:
-            total = 0.0
-            for name, w in columns.items():
-                scaled = _scaled(arrays[name], factor, into[name].in_axes[0])
-                rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
-                error = _columns(name, rounded, into[name].in_axes) / factor - w
-                total += float(np.sum(error @ moment * error))
-                if activations == "int8":  # We assume that the largest input is three times the RMS.
-                    step = 3 / 127 * np.max(magnitude / factor)
-                    total += float(step**2 / 12 * np.sum((w * factor) ** 2))
-            return total
-
-        magnitude = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))
-        powers = [magnitude ** (i / _STEPS) for i in range(_STEPS)]
-        best = min((p / np.sqrt(p.max() * p.min()) for p in powers), key=cost)
-        for name, axes in into.items():
-            new[name] = arrays[name] = _scaled(arrays[name], best, axes.in_axes[0])
-        earlier = layers[layer]
-        for name in {earlier, bias_of(earlier, arrays)} - {None}:
+        factor = _best_factor(columns, moment, rounded, activations)
+        for name, in_axes in axes.items():
+            new[name] = arrays[name] = _scaled(arrays[name], factor, in_axes[0])
+        for name in filter(None, (layers[layer], bias_of(layers[layer], arrays))):
             axis = -1
             if arrays[name].ndim > 1:
                 axis = require_layout(name, records[name]).out_axes[0]
-            if is_value(arrays[name]) or arrays[name].shape[axis] != size:
+            if is_value(arrays[name]) or arrays[name].shape[axis] != len(moment):
                 raise ValueError(
-                    f"{name} must be a dense array with {size} outputs, the inputs of {', '.join(laters)}; "
-                    f"found {type(arrays[name]).__name__} of shape {tuple(arrays[name].shape)}."
+                    f"{name} must be a dense array with {len(moment)} outputs, the inputs of "
+                    f"{', '.join(consumers)}; found {type(arrays[name]).__name__} of shape "
+                    f"{tuple(arrays[name].shape)}."
                 )
-            new[name] = arrays[name] = _scaled(arrays[name], 1 / best, axis)
+            new[name] = arrays[name] = _scaled(arrays[name], 1 / factor, axis)
     return replace(model, new)
+
+
+def _matched(folds: Mapping[str, Sequence[str]], layers: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Returns each layer that a pattern in `folds` matches, and the layers that consume its outputs."""
+    found: list[tuple[str, list[str]]] = []
+    for pattern, consumers in folds.items():
+        for match in filter(None, (re.fullmatch(pattern, layer) for layer in layers)):
+            found.append((match[0], [match.expand(consumer) for consumer in consumers]))
+    if not found:
+        raise ValueError(f"No layer of the model matches `folds`: {', '.join(folds)}.")
+    for name in itertools.chain.from_iterable(consumers for _, consumers in found):
+        if name not in layers:
+            raise ValueError(f"`folds` names {name}, which is not a layer. {suggestion(name, layers)}")
+    return found
+
+
+def _best_factor(
+    columns: Mapping[str, np.ndarray],
+    moment: np.ndarray,
+    rounded: Callable[[str, np.ndarray], np.ndarray],
+    activations: str | None,
+) -> np.ndarray:
+    """Returns the factors for the columns of these matrices that minimise the error in their outputs."""
+    rms = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))
+
+    def cost(factor: np.ndarray) -> float:
+        total = 0.0
+        for name, w in columns.items():
+            error = rounded(name, factor) - w
+            total += float(np.sum(error @ moment * error))
+            if activations == "int8":  # We assume that the largest input is three times the RMS.
+                step = 3 / 127 * np.max(rms / factor)
+                total += float(step**2 / 12 * np.sum((w * factor) ** 2))
+        return total
+
+    powers = [rms ** (i / _STEPS) for i in range(_STEPS)]
+    return min((p / np.sqrt(p.max() * p.min()) for p in powers), key=cost)
 
 
 def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:

@@ -84,17 +84,17 @@ def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
     """Alternates between optimising codes and scales, and returns the best result along with its cost."""
     grid = grid_of(start)
     # Also try plain rounding, which can be better than GPTQ if `w` is almost on the grid already.
-    firsts = [_rounded(w, h, grid), grid.places(w)]
-    firsts = [_improved(places, w, h, grid) for places in firsts]
-    places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
+    firsts = [_rounded(w, h, grid), grid.nearest(w)]
+    firsts = [_improved(indices, w, h, grid) for indices in firsts]
+    indices = min(firsts, key=lambda indices: _cost(grid.values(indices) - w, h))
     best, least = start, np.inf
     for _ in range(_ROUNDS):
-        cost = _cost(grid.values(places) - w, h)
+        cost = _cost(grid.values(indices) - w, h)
         if cost < least:
-            best, least = with_codes(start, grid.codes[places]), cost
-        start = _with_fitting_scales(start, places, w, h)
+            best, least = with_codes(start, grid.codes[indices]), cost
+        start = _with_fitting_scales(start, indices, w, h)
         grid = grid_of(start)
-        places = _improved(places, w, h, grid)
+        indices = _improved(indices, w, h, grid)
     return best, least
 
 
@@ -109,20 +109,20 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
     h = h + np.diag(np.full(n, _DAMPING * max(float(np.mean(np.diag(h))), 1e-12)))
     factor = np.linalg.cholesky(np.linalg.inv(h)).T
-    places = np.empty(w.shape, np.int64)
+    indices = np.empty(w.shape, np.int64)
     for first in range(0, n, _AT_ONCE):
         last = min(first + _AT_ONCE, n)
         errors = np.empty((len(w), last - first))
         for i in range(first, last):
-            places[:, i] = grid.places(w[:, i], i)
-            error = (w[:, i] - grid.values(places[:, i], i)) / factor[i, i]
+            indices[:, i] = grid.nearest(w[:, i], i)
+            error = (w[:, i] - grid.values(indices[:, i], i)) / factor[i, i]
             w[:, i + 1 : last] -= error[:, None] * factor[i, i + 1 : last]
             errors[:, i - first] = error
         w[:, last:] -= errors @ factor[first:last, last:]
-    return places[:, np.argsort(order)]
+    return indices[:, np.argsort(order)]
 
 
-def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
+def _improved(indices: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
     """Performs coordinate descent over the columns (QuantEase).
 
     Each column is rounded optimally whilst all others are held fixed, which means that the cost never
@@ -130,9 +130,9 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
-    places = places.copy()
+    indices = indices.copy()
     h = h + np.diag(np.full(len(h), 1e-6 * max(float(np.mean(np.diag(h))), 1e-12)))
-    error = grid.values(places) - w
+    error = grid.values(indices) - w
     slope = error @ h
     for first in list(range(0, len(h), _AT_ONCE)) * _SWEEPS:
         part = slice(first, first + _AT_ONCE)
@@ -140,17 +140,17 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
         for j in range(len(own)):
             i = first + j
             wanted = w[:, i] + error[:, i] - slope[:, i] / h[i, i]
-            places[:, i] = grid.places(wanted, i)
-            change = grid.values(places[:, i], i) - w[:, i] - error[:, i]
+            indices[:, i] = grid.nearest(wanted, i)
+            change = grid.values(indices[:, i], i) - w[:, i] - error[:, i]
             error[:, i] += change
             slope[:, part] += change[:, None] * own[j]
         rest = np.ones(len(h), bool)
         rest[part] = False
         slope[:, rest] += (error[:, part] - before) @ h[part][:, rest]
-    return places
+    return indices
 
 
-def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
+def _with_fitting_scales(start: Any, indices: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
     """Performs coordinate descent over the scales whilst the codes are held fixed.
 
     This does nothing unless the scales are free.
@@ -160,8 +160,8 @@ def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.nd
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:
         return start
     grid, block = grid_of(start), start.block
-    values, scale = grid.table[places], grid.scale[:, ::block].copy()
-    slope = (grid.values(places) - w) @ h
+    values, scale = grid.table[indices], grid.scale[:, ::block].copy()
+    slope = (grid.values(indices) - w) @ h
     for i, first in enumerate(range(0, count, block)):
         part = slice(first, first + block)
         own = values[:, part]
@@ -184,7 +184,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     for shrink in _SHRINKS:
         candidate = _shrunk(start, shrink)
         grid = grid_of(candidate)
-        cost = (grid.values(grid.places(w)) - w) ** 2 * weight
+        cost = (grid.values(grid.nearest(w)) - w) ** 2 * weight
         cost = cost.reshape(rows, -1)
         cost = np.pad(cost, [(0, 0), (0, -cost.shape[1] % start.block)])
         cost = cost.reshape(rows, -1, start.block).sum(-1)

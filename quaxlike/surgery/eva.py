@@ -113,7 +113,7 @@ def _measured(
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
         found: dict[str, Any] = {}
 
-        def tell(name: str, x: Any) -> None:
+        def observe(name: str, x: Any) -> None:
             own = of_rows(x.astype(jnp.float32))
             found[name] = own if name not in found else joined(found[name], own)
 
@@ -123,16 +123,16 @@ def _measured(
             lora = blank(w, own, 1, dtype=jnp.float32)
             if own.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
                 raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
-            probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(tell, name)))
+            probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(observe, name)))
         try:
-            with jax.disable_jit():  # This is because `tell` needs concrete arrays.
+            with jax.disable_jit():  # This is because `observe` needs concrete arrays.
                 quaxify(fn)(replace(model, probes), *args, **kwargs)
             if missing := [name for name in probes if name not in found]:
                 raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
             return dict(found)
         finally:
-            # The caches of JAX hold on to the treedef of the probes, and this contains `tell`, which closes
-            # over `found`. So we need to clear it here, or else we would leak the arrays.
+            # The caches of JAX hold on to the treedef of the probes, and this contains `observe`, which
+            # closes over `found`. So we need to clear it here, or else we would leak the arrays.
             found.clear()
 
     return measured
@@ -175,7 +175,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
     **Arguments:**
 
     - `moments`: as in [`quaxlike.eva`][].
-    - `rank`: the average rank. Every layer has at least rank 1.
+    - `rank`: the average rank, which is never exceeded. Every layer has at least rank 1.
     - `most`: the maximum rank for any layer. Default: twice `rank`.
 
     **Returns:**
@@ -198,31 +198,33 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     Paischer et al., EVA (2024).
     """
-    explained: list[tuple[float, str]] = []
+    directions: list[tuple[bool, float, str]] = []
     for name, moment in moments.items():
         variances = np.linalg.eigvalsh(np.asarray(moment, np.float64))[::-1]
         shares = variances / max(variances.sum(), np.finfo(np.float64).tiny)
-        explained += [(share, name) for share in shares[: 2 * rank if most is None else most]]
-    chosen = sorted(explained, key=lambda pair: -pair[0])[: rank * len(moments)]
-    counts = Counter(name for _, name in chosen)
-    return {f"^{re.escape(layer_of(name))}": max(1, counts[name]) for name in moments}
+        shares = shares[: 2 * rank if most is None else most]
+        directions += [(i > 0, -share, name) for i, share in enumerate(shares)]
+    # Each layer's first direction comes before all others, so that every layer has a rank of at least 1.
+    directions.sort(key=lambda direction: direction[:2])
+    counts = Counter(name for _, _, name in directions[: rank * len(moments)])
+    return {f"^{re.escape(layer_of(name))}": counts[name] for name in moments}
 
 
 class _Probe(ArrayValue):
-    """A factor `a` of zeros, which calls `tell` with whatever it is multiplied by, as rows of shape (n, in).
+    """A factor `a` of zeros, which calls `observe` with rows of shape (n, in) that it is multiplied by.
 
     We put this into an adapter to observe its layer's inputs, without changing what the layer computes.
     """
 
     zeros: Any
-    tell: Callable[[Any], None] = eqx.field(static=True)
+    observe: Callable[[Any], None] = eqx.field(static=True)
 
     def materialise(self) -> jax.Array:
         return self.zeros
 
 
 @register_on_either_side("dot_general", _Probe, other=ArrayLike)
-def _tell(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+def _dot_general(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     side = int(isinstance(x, _Probe))
     probe, other = (y, x) if side == 0 else (x, y)
     contracted = dimension_numbers[0][side]
@@ -230,6 +232,6 @@ def _tell(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **par
         own = dimension_numbers[0][1 - side]
         axes = [axis for _, axis in sorted(zip(own, contracted, strict=True))]
         rows = jnp.moveaxis(other, axes, range(-len(axes), 0))
-        probe.tell(rows.reshape(-1, math.prod(other.shape[axis] for axis in axes)))
+        probe.observe(rows.reshape(-1, math.prod(other.shape[axis] for axis in axes)))
     x, y = (v.zeros if isinstance(v, _Probe) else v for v in (x, y))
     return primitive.bind(x, y, dimension_numbers=dimension_numbers, **params)

@@ -18,28 +18,21 @@ from ..arrays.quantized import (
     CODECS,
     AbstractQuantizedArray,
     BlockArray,
-    FP4Array,
-    Int4Array,
-    Int8Array,
-    NF4Array,
 )
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
-from .recipes import RECIPE_FILES, RECIPES, Recipe, SchemeOfWeight, choices, from_file, told_scheme
+from .recipes import RECIPE_FILES, RECIPES, TYPES, Recipe, SchemeOfWeight, choices, from_file, scheme_text
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
 from .weight_axes import MATRIX
 
-_TYPES: dict[str, Callable[..., Any]] = {
-    "nf4": NF4Array.quantize,
-    "fp4": FP4Array.quantize,
-    "int8": Int8Array.quantize,
-    "int4": Int4Array.quantize,
+_SCHEMES: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
+    **{name: cls.quantize for name, cls in TYPES.items()},
 }
-_SCHEMES = {name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS} | _TYPES
 
 
 @checked
@@ -207,8 +200,8 @@ class Plan:
         for row in self.rows:
             by_rule.setdefault((row.rule, row.scheme), []).append(row)
         for (rule, scheme), rows in by_rule.items():
-            told = told_scheme((scheme, rows[0].options))
-            lines += [f"{rule}: {told}: {_bytes(rows)}", *(f"  {row.path}" for row in rows)]
+            text = scheme_text((scheme, rows[0].options))
+            lines += [f"{rule}: {text}: {_bytes(rows)}", *(f"  {row.path}" for row in rows)]
         return "\n".join([*lines, f"total: {_bytes(self.rows)}"])
 
     __repr__ = __str__
@@ -393,7 +386,7 @@ def require_scheme(name: str, *, recipes: bool = True) -> str:
     if name in _SCHEMES or (recipes and name in RECIPES):
         return name
     hint = did_you_mean(name.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
-    schemes = ", ".join([*_TYPES, *(codec for codec in CODECS if codec not in _TYPES)])
+    schemes = ", ".join([*TYPES, *(codec for codec in CODECS if codec not in TYPES)])
     raise ValueError(
         f"quantize has no scheme {name!r}.{hint} The schemes are {schemes}; the recipes are "
         f"{', '.join(RECIPES)}."

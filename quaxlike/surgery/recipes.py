@@ -91,7 +91,7 @@ def _scheme_of(where: Where, scheme: Any) -> tuple[str | None, Mapping[str, Any]
             )
 
 
-def told_scheme(scheme: Scheme) -> str:
+def scheme_text(scheme: Scheme) -> str:
     """Formats a scheme and its options for display."""
     name, options = _scheme_of("", scheme)
     return ", ".join([str(name), *(f"{option}={value}" for option, value in options.items())])
@@ -107,7 +107,7 @@ def _text(where: Any) -> str:
 RECIPE_ENTRY = "recipe"
 
 
-def _of_safetensors(file: BinaryIO) -> Any:
+def _recipe_in_safetensors(file: BinaryIO) -> Any:
     head = file.read(8)
     text = file.read(min(int.from_bytes(head, "little"), 100_000_000))
     entries = json.loads(text).get("__metadata__", {})
@@ -120,9 +120,11 @@ def _of_safetensors(file: BinaryIO) -> Any:
 RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
     ".json": json.load,
     ".toml": tomllib.load,
-    ".safetensors": _of_safetensors,
+    ".safetensors": _recipe_in_safetensors,
 }
-_TYPES: dict[type, str] = {NF4Array: "nf4", FP4Array: "fp4", Int8Array: "int8", Int4Array: "int4"}
+#: The schemes that have a type of their own. All others are codecs of `BlockArray`.
+TYPES: dict[str, type[Any]] = {"nf4": NF4Array, "fp4": FP4Array, "int8": Int8Array, "int4": Int4Array}
+_NAMES = {cls: name for name, cls in TYPES.items()}
 
 
 def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
@@ -151,8 +153,8 @@ def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
 def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
     if not isinstance(x, AbstractQuantizedArray):
         return None
-    scheme = _TYPES.get(type(x), x.codec.name)
-    if type(x) not in _TYPES and (not isinstance(x, BlockArray) or CODECS.get(scheme) != x.codec):
+    scheme = _NAMES.get(type(x), x.codec.name)
+    if type(x) not in _NAMES and (not isinstance(x, BlockArray) or CODECS.get(scheme) != x.codec):
         return None
     options: dict[str, Any] = {}
     if x.block_size not in (None, x.codec.block):

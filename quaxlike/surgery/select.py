@@ -111,9 +111,9 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
     wanted |= {name for name, parts in forms if named.issuperset(parts)}
     left = {name: parts for name, parts in forms if name not in wanted and named.intersection(parts)}
     for pattern, inside in only_in_one.items():
-        told = [_in_one(name, parts) for name, parts in left.items() if inside.intersection(parts)]
-        if told:
-            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {told[0]}")
+        fused = [_in_one(name, parts) for name, parts in left.items() if inside.intersection(parts)]
+        if fused:
+            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {fused[0]}")
     if left:
         others = f", nor are {len(left) - 1} others" if len(left) > 1 else ""
         warnings.warn(f"{_in_one(*next(iter(left.items())))} It is not selected{others}.", stacklevel=5)

@@ -66,9 +66,9 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     flat = [jtu.tree_flatten_with_path(layer, is_leaf=is_value)[0] for layer in layers]
     structure = jtu.tree_structure(layers[0], is_leaf=is_value)
     for i, layer in enumerate(layers[1:], 1):
-        names = [{path_of(path) for path, _ in flat[j]} for j in (0, i)]
         if jtu.tree_structure(layer, is_leaf=is_value) != structure:
-            only = sorted(names[0] ^ names[1])
+            names, first_names = ({path_of(path) for path, _ in flat[j]} for j in (i, 0))
+            only = sorted(first_names ^ names)
             what = f"have different arrays: {', '.join(only)}" if only else "differ in their static fields"
             raise ValueError(f"stack_layers takes equal layers; layers 0 and {i} {what}.")
     stacked = [

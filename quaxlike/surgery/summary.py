@@ -17,7 +17,7 @@ from ..arrays.adapted import AdaptedArray, innermost, without_numbers
 from ..arrays.layout import Layout
 from ..arrays.quantized import BlockArray, CacheArray
 from ..core.values import is_value
-from .recipes import Recipe, recipe_of, told_scheme
+from .recipes import Recipe, recipe_of, scheme_text
 from .records import Layouts, records_of
 from .trainable import trained_leaves
 
@@ -111,10 +111,10 @@ class Summary:
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         head = map(line, itertools.zip_longest(*heads, fillvalue=""))
-        return "\n".join([*head, rule, *map(line, rows), rule, line(total), *self._told_recipe()])
+        return "\n".join([*head, rule, *map(line, rows), rule, line(total), *self._recipe_lines()])
 
-    def _told_recipe(self) -> list[str]:
-        rules = [f"  {where}: {told_scheme(scheme)}" for where, scheme in self.recipe.items()]
+    def _recipe_lines(self) -> list[str]:
+        rules = [f"  {where}: {scheme_text(scheme)}" for where, scheme in self.recipe.items()]
         return ["", "recipe:", *rules] if rules else []
 
     __repr__ = __str__
@@ -124,7 +124,7 @@ class Summary:
 
         *rows, total = self._cells()
         table = Table(
-            show_footer=True, caption="\n".join(self._told_recipe()) or None, caption_justify="left"
+            show_footer=True, caption="\n".join(self._recipe_lines()) or None, caption_justify="left"
         )
         for i, (name, foot) in enumerate(zip(_HEADER, total, strict=True)):
             table.add_column(name, foot, justify="left" if i < 4 else "right", overflow="fold")

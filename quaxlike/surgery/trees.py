@@ -258,7 +258,7 @@ def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
     for (key, child), (_, other) in zip(children, others, strict=True):
         if (found := _difference(child, other, path + key)) is not None:
             return found
-    return None if structure == other_structure else _of_statics(x, y, path, name)
+    return None if structure == other_structure else _static_difference(x, y, path, name)
 
 
 def _is_plain_array(x: Any) -> bool:
@@ -288,7 +288,7 @@ def _equal(x: Any, y: Any) -> Any:
     return jnp.all(_equal_each(x, y))
 
 
-def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
+def _static_difference(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
     for field in dataclasses.fields(x) if dataclasses.is_dataclass(x) else ():
         both = getattr(x, field.name, None), getattr(y, field.name, None)
         if field.metadata.get("static") and not _same_object(*both):

@@ -162,7 +162,7 @@ def _outputs(tree: Any) -> Any:
     return arrays[""] if [*arrays] == [""] else arrays
 
 
-def _two_levels(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _two_levels(fn: Callable[..., Any], *args: Any) -> Any:
     outer = [x for x in jtu.tree_leaves(args, is_leaf=is_value) if is_value(x)][::2]
 
     def chosen(x: Any) -> Any:
@@ -201,16 +201,13 @@ def _grad(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
     return jax.grad(lambda varied: weighted_sum(_outputs(run(*build(varied)))))(varied)
 
 
-_ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
-    "eager": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
-    "jit": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
-    # At this point `fn` has already been jitted.
-    "jit inside": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
-    "two levels": lambda fn, case, leaves: _outputs(_two_levels(fn, case.build(leaves))),
-    "vmap": lambda fn, case, leaves: _vmap(quaxify(fn), case, leaves),
-    "jvp": lambda fn, case, leaves: _jvp(quaxify(fn), case, leaves),
-    "grad": lambda fn, case, leaves: _grad(quaxify(fn), case, leaves),
-}
+# All other transforms call the function as it is. (For the two that jit it, this has already happened.)
+_TRANSFORMED: dict[str, Callable[..., Any]] = {"vmap": _vmap, "jvp": _jvp, "grad": _grad}
+
+
+def _on_values(mode: str, fn: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
+    run = functools.partial(_two_levels, fn) if mode == "two levels" else quaxify(fn)
+    return _TRANSFORMED.get(mode, _call)(run, case, leaves)
 
 
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,7 +321,7 @@ class _Tester:
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn
-            return _ON[mode](fn, case, [given[at[id(x)]] for x in case.leaves])
+            return _on_values(mode, fn, case, [given[at[id(x)]] for x in case.leaves])
 
         found = run_all(table, on, [*shared.values()])
         return [self._check(name, case, found) for name, case in table.items()]

@@ -105,14 +105,15 @@ def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject],
 
 
 @hook("static fields")
-def _statics(s: Subject) -> bool:
-    fields = [f for f in dataclasses.fields(s.value) if f.metadata.get("static")]
+def _statics(subject: Subject) -> bool:
+    fields = [f for f in dataclasses.fields(subject.value) if f.metadata.get("static")]
     for f in fields:
-        for part in _parts(getattr(s.value, f.name, None)):
+        for part in _parts(getattr(subject.value, f.name, None)):
             if isinstance(part, jax.Array | np.ndarray):
                 raise Wrong(
-                    f"{s.cls.__name__}.{f.name} is a static field, but holds an array of shape {part.shape}: "
-                    "transforms cannot see it. Leave out `static=True`, or store a tuple of numbers."
+                    f"{subject.cls.__name__}.{f.name} is a static field, but holds an array of shape "
+                    f"{part.shape}: transforms cannot see it. Leave out `static=True`, or store a tuple of "
+                    "numbers."
                 )
     return bool(fields)
 
@@ -138,74 +139,75 @@ def _parts(static: Any, depth: int = 3) -> list[Any]:
 
 
 @hook("aval")
-def _aval(s: Subject) -> bool:
-    want = jax.typeof(s.dense)
-    for what, value in {"": s.value, " of a value with shapes for leaves": as_shapes(s.value)}.items():
+def _aval(subject: Subject) -> bool:
+    want = jax.typeof(subject.dense)
+    shapes = as_shapes(subject.value)
+    for what, value in {"": subject.value, " of a value with shapes for leaves": shapes}.items():
         found = aval_of(value)
         if (found.shape, found.dtype) != (want.shape, want.dtype):
             raise Wrong(
-                f"{s.cls.__name__}.aval(){what} says {found.str_short()}, but materialise() makes "
+                f"{subject.cls.__name__}.aval(){what} says {found.str_short()}, but materialise() makes "
                 f"{want.str_short()}."
             )
     return True
 
 
 @hook("flatten")
-def _flatten(s: Subject) -> bool:
-    leaves, treedef = jtu.tree_flatten(s.value)
-    for path, leaf in jtu.tree_leaves_with_path(s.value):
+def _flatten(subject: Subject) -> bool:
+    leaves, treedef = jtu.tree_flatten(subject.value)
+    for path, leaf in jtu.tree_leaves_with_path(subject.value):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int | complex):
             raise Wrong(f"the leaf {jtu.keystr(path)} is {leaf!r}, not an array")
     again = jtu.tree_unflatten(treedef, leaves)
-    if type(again) is not s.cls or jtu.tree_structure(again) != treedef:
+    if type(again) is not subject.cls or jtu.tree_structure(again) != treedef:
         raise Wrong("flattening and unflattening change the structure; static fields must be comparable")
     hash(treedef)
-    s.same(reveal(again), "flattening and unflattening change the array")
+    subject.same(reveal(again), "flattening and unflattening change the array")
     # JAX does this internally, so it must not raise an error.
     jtu.tree_unflatten(treedef, [object()] * len(leaves))
     return True
 
 
 @hook("pickle")
-def _pickle(s: Subject) -> bool:
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in s.leaves if hasattr(x, "dtype")):
+def _pickle(subject: Subject) -> bool:
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in subject.leaves if hasattr(x, "dtype")):
         return False  # JAX can't pickle random keys
-    s.same(reveal(copy.deepcopy(s.value)), "copy.deepcopy changes the array")
-    if found_by_name(s.cls) not in s.cls.__mro__:
+    subject.same(reveal(copy.deepcopy(subject.value)), "copy.deepcopy changes the array")
+    if found_by_name(subject.cls) not in subject.cls.__mro__:
         return False  # Python can't pickle local classes
-    s.same(reveal(pickle.loads(pickle.dumps(s.value))), "pickling changes the array")
+    subject.same(reveal(pickle.loads(pickle.dumps(subject.value))), "pickling changes the array")
     return True
 
 
 @hook("stacking")
-def _stacking(s: Subject) -> bool:
-    if not s.leaves:
+def _stacking(subject: Subject) -> bool:
+    if not subject.leaves:
         return False
-    stack = s.stack()
+    stack = subject.stack()
     each = [jtu.tree_map(lambda x, i=i: x[i], stack) for i in range(2)]
     want = jnp.stack([reveal(x) for x in each])
 
     def one(value: Any) -> Any:
         aval = aval_of(value)
-        if aval.shape != s.dense.shape:
+        if aval.shape != subject.dense.shape:
             raise Wrong(
                 f"under jax.vmap over a stack, the aval of one value has shape {aval.shape} instead of "
-                f"{s.dense.shape}. Derive the shape from the array fields."
+                f"{subject.dense.shape}. Derive the shape from the array fields."
             )
         return reveal(value)
 
-    s.same(jax.vmap(one)(stack), "materialise() under jax.vmap of a stack", want)
-    s.same(
+    subject.same(jax.vmap(one)(stack), "materialise() under jax.vmap of a stack", want)
+    subject.same(
         jax.lax.scan(lambda _, x: (None, one(x)), None, stack)[1], "materialise() in a scan of a stack", want
     )
     return True
 
 
 @hook("linear")
-def _linear(s: Subject) -> bool:
-    if not is_linear(s.value):
+def _linear(subject: Subject) -> bool:
+    if not is_linear(subject.value):
         return False
-    varied, build = s.varied()
+    varied, build = subject.varied()
     if not varied:
         return True
 
@@ -214,23 +216,23 @@ def _linear(s: Subject) -> bool:
 
     other = [plain(x) for x in varied]
     both = dense([a + b for a, b in zip(varied, other, strict=True)])
-    advice = f"{s.cls.__name__} is not linear in its leaves: leave out `linear = True`"
-    s.same(dense([2 * x for x in varied]), advice, 2 * s.dense)
-    s.same(both, advice, s.dense + dense(other))
+    advice = f"{subject.cls.__name__} is not linear in its leaves: leave out `linear = True`"
+    subject.same(dense([2 * x for x in varied]), advice, 2 * subject.dense)
+    subject.same(both, advice, subject.dense + dense(other))
     return True
 
 
 @hook("leading_axis")
-def _leading_axis(s: Subject) -> bool:
-    axes = s.value.leading_axis()
+def _leading_axis(subject: Subject) -> bool:
+    axes = subject.value.leading_axis()
     if axes is NotImplemented:
         return False
-    if not s.dense.shape:
+    if not subject.dense.shape:
         return False
-    axes, (leaves, treedef) = list(axes), jtu.tree_flatten(s.value)
+    axes, (leaves, treedef) = list(axes), jtu.tree_flatten(subject.value)
     if len(axes) != len(leaves):
         raise Wrong(f"leading_axis() names {len(axes)} axes ({axes}) for {len(leaves)} array leaves")
-    for i in range(s.dense.shape[0]):
+    for i in range(subject.dense.shape[0]):
         try:
             row = treedef.unflatten(
                 [x if a is None else jnp.take(x, i, a) for x, a in zip(leaves, axes, strict=True)]
@@ -238,17 +240,17 @@ def _leading_axis(s: Subject) -> bool:
             found = reveal(row)
         except Exception as error:
             raise Wrong(f"leading_axis() gives {axes}, but a row cannot be materialised: {error}") from error
-        s.same(found, f"leading_axis() gives {axes}, by which row {i} is wrong", s.dense[i])
+        subject.same(found, f"leading_axis() gives {axes}, by which row {i} is wrong", subject.dense[i])
     return True
 
 
 @hook("promote")
-def _promote(s: Subject) -> bool:
-    if not s.overrides("promote"):
+def _promote(subject: Subject) -> bool:
+    if not subject.overrides("promote"):
         return False
-    array = plain(s.dense) if is_inexact(s.dense) else s.dense
+    array = plain(subject.dense) if is_inexact(subject.dense) else subject.dense
     try:
-        lifted = s.cls.promote(array, s.value)
+        lifted = subject.cls.promote(array, subject.value)
     except OperandMismatch:  # the type doesn't accept plain arrays
         return False
     if lifted is NotImplemented:
@@ -257,56 +259,58 @@ def _promote(s: Subject) -> bool:
         raise Wrong(
             f"promote(array, like) must return a Value or NotImplemented; found {type(lifted).__name__}"
         )
-    s.same(reveal(lifted), "promote(array, like) gives a different array", array)
+    subject.same(reveal(lifted), "promote(array, like) gives a different array", array)
     if is_inexact(array):
-        out, pull = jax.vjp(lambda x: reveal(s.cls.promote(x, s.value)), array)
-        s.same(pull(out)[0], "the gradient of promote(array, like) differs from the array's", out)
-    if takes_no_like(s.cls):
-        zeros = jnp.zeros_like(s.dense)
-        alone = s.cls.promote(zeros, None)
+        out, pull = jax.vjp(lambda x: reveal(subject.cls.promote(x, subject.value)), array)
+        subject.same(pull(out)[0], "the gradient of promote(array, like) differs from the array's", out)
+    if takes_no_like(subject.cls):
+        zeros = jnp.zeros_like(subject.dense)
+        alone = subject.cls.promote(zeros, None)
         if alone is not NotImplemented:
-            s.same(reveal(alone), "promote(zeros) gives a different array", zeros)
+            subject.same(reveal(alone), "promote(zeros) gives a different array", zeros)
     return True
 
 
 @hook("widen")
-def _widen(s: Subject) -> bool:
-    if not s.overrides("widen"):
+def _widen(subject: Subject) -> bool:
+    if not subject.overrides("widen"):
         return False
-    wide = s.value.widen(s.value)
+    wide = subject.value.widen(subject.value)
     if wide is NotImplemented:
         return False
-    s.same(reveal(wide), "widen(like) changes the array")
+    subject.same(reveal(wide), "widen(like) changes the array")
     return True
 
 
 @hook("cotangent")
-def _cotangent(s: Subject) -> bool:
-    if not s.overrides("cotangent") or not is_linear(s.value):
+def _cotangent(subject: Subject) -> bool:
+    if not subject.overrides("cotangent") or not is_linear(subject.value):
         return False
-    s.same(reveal(s.cls.cotangent(s.value)), "cotangent(ct) differs from ct")
-    s.same(reveal(s.cls.cotangent(s.dense)), "cotangent(ct) of a plain array differs from ct")
+    subject.same(reveal(subject.cls.cotangent(subject.value)), "cotangent(ct) differs from ct")
+    subject.same(
+        reveal(subject.cls.cotangent(subject.dense)), "cotangent(ct) of a plain array differs from ct"
+    )
     return True
 
 
 @hook("follows_rules")
-def _follows_rules(s: Subject) -> bool:
-    if not isinstance(s.value.follows_rules(), bool):
-        raise Wrong(f"follows_rules() must return a bool; found {s.value.follows_rules()!r}")
-    return s.overrides("follows_rules")
+def _follows_rules(subject: Subject) -> bool:
+    if not isinstance(subject.value.follows_rules(), bool):
+        raise Wrong(f"follows_rules() must return a bool; found {subject.value.follows_rules()!r}")
+    return subject.overrides("follows_rules")
 
 
 @hook("shard_spec")
-def _shard_spec(s: Subject) -> bool:
+def _shard_spec(subject: Subject) -> bool:
     """Shards each axis over several devices. Each shard must then materialise to the array's corresponding
     shard.
     """
-    for axis in range(-1, s.dense.ndim):
-        if (split := s.split(axis)) is None:
+    for axis in range(-1, subject.dense.ndim):
+        if (split := subject.split(axis)) is None:
             continue
         spec, _, placed = split
-        s.same(reveal(placed), f"placing by shard_spec({spec}) changes the array")
-    return s.overrides("shard_spec")
+        subject.same(reveal(placed), f"placing by shard_spec({spec}) changes the array")
+    return subject.overrides("shard_spec")
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:

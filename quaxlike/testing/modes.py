@@ -21,18 +21,18 @@ Results = dict[tuple[str, str], Any]
 """Maps each program and mode to either a pytree of arrays or the exception that was raised."""
 
 
-def _vmap(run: Any, s: Subject) -> Any:
-    out = jax.vmap(quaxify(run), axis_size=2)(s.stack())
+def _vmap(run: Any, subject: Subject) -> Any:
+    out = jax.vmap(quaxify(run), axis_size=2)(subject.stack())
     return jax.vmap(reveal, axis_size=2)(out)
 
 
-def _grad(run: Any, s: Subject) -> Any:
-    varied, build = s.varied()
+def _grad(run: Any, subject: Subject) -> Any:
+    varied, build = subject.varied()
     return jax.grad(lambda leaves: weighted_sum(reveal(quaxify(run)(build(leaves)))))(varied)
 
 
-def _run(run: Any, s: Subject) -> Any:
-    return reveal(quaxify(run)(s.value))
+def _run(run: Any, subject: Subject) -> Any:
+    return reveal(quaxify(run)(subject.value))
 
 
 ON_VALUE: dict[str, Callable[[Any, Subject], Any]] = {
@@ -81,8 +81,9 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
         modes = [mode for mode in program.modes if mode != "eager"]
         if len(modes) == 1:
             return {(name, modes[0]): error}
-        alone = [dataclasses.replace(program, modes=(mode,)) for mode in modes]
-        return dict(item for one in alone for item in _compiled(((name, one),), on, value).items())
+        for mode in modes:
+            errors |= _compiled(((name, dataclasses.replace(program, modes=(mode,))),), on, value)
+        return errors
     return errors | out
 
 
@@ -109,11 +110,14 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
     value.
     """
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
-    programs = tuple(table.items())
-    found = dict(_of_arrays(programs, subject.dense, stack))
+
+    def on(mode: Any, program: Any, arrays: Any) -> Any:
+        return _ON_ARRAY[mode](program.run, arrays)
+
+    found = _compiled(tuple(table.items()), on, (subject.dense, stack))
     varied, build = subject.varied()
     pull = jax.jit(jax.vjp(lambda leaves: reveal(build(leaves)), varied)[1])
-    for name, program in programs:
+    for name, program in table.items():
         gradient = found.get((name, "grad"))
         if not varied and "grad" in program.modes:
             found[name, "grad"] = TypeError("nothing to differentiate")
@@ -122,12 +126,3 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
         if "eager" in program.modes:
             found[name, "eager"] = found[name, "jit"]
     return found
-
-
-def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
-    """Returns the results on plain arrays."""
-
-    def on(mode: Any, program: Any, arrays: Any) -> Any:
-        return _ON_ARRAY[mode](program.run, arrays)
-
-    return _compiled(programs, on, (dense, stack))

@@ -4,6 +4,7 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from ..core.inspect.page import plain_table
 from .programs import MODES
 
 
@@ -62,7 +63,7 @@ class TypeReport:
     def __str__(self) -> str:
         head = ("check", *MODES, "first failing hook or rule", "made dense at")
         lines = [(c.name, *(c.results.get(m, "") for m in MODES), c.culprit, c.dense_at) for c in self.checks]
-        return "\n".join([*_table(head, lines), "", self.summary])
+        return f"{plain_table([head, *lines])}\n\n{self.summary}"
 
     __repr__ = __str__
 
@@ -91,7 +92,7 @@ class ProgramReport:
 
     def __str__(self) -> str:
         lines = [(c.name, *(c.results.get(t, "") for t in self.transforms), c.culprit) for c in self.checks]
-        return "\n".join([*_table(("values", *self.transforms, "at"), lines), "", self.summary])
+        return f"{plain_table([('values', *self.transforms, 'at'), *lines])}\n\n{self.summary}"
 
     __repr__ = __str__
 
@@ -102,11 +103,3 @@ def _messages(failures: Sequence[Check]) -> list[str]:
     for check in failures:
         first.setdefault(check.culprit or check.name, check.message)
     return [f"{culprit}\n{textwrap.indent(message, '  ')}" for culprit, message in first.items()]
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (head, *lines)
-    ]

@@ -229,7 +229,7 @@ def test_rows_of_experts_are_cut_into_tiles(counts):
     np.testing.assert_array_equal(tiles.grouped, expert < 4)
     size = tiles.rows.shape[1]
     row = np.flatnonzero(tiles.grouped)
-    tile, place = np.divmod(np.asarray(tiles.places)[row], size)
+    tile, place = np.divmod(np.asarray(tiles.positions)[row], size)
     np.testing.assert_array_equal(np.asarray(tiles.experts)[tile], expert[row])
     np.testing.assert_array_equal(np.asarray(tiles.rows)[tile, place], row)
     assert int(tiles.filled.sum()) == sum(counts)

@@ -1,6 +1,7 @@
 """Where texts begin and end, for tokenisers × forms of rows, which may bring their own marks."""
 
 import json
+import sys
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -122,6 +123,16 @@ def test_an_answer_ends_as_the_chat_template_ends_one(template, end, of_answers,
     assert learned(text="one two") == ([B, ONE, TWO, E],)
     pair = Preferences().encode({"prompt": "one", "chosen": "two", "rejected": "three"}, tokens)
     assert pair.texts == ([B, ONE, TWO, end], [B, ONE, THREE, end])
+
+
+def test_a_chat_template_without_jinja2(tmp_path, monkeypatch):
+    """Another end would be learned without it than with it."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    for name in [name for name in sys.modules if name.startswith("quaxlike.lm.chat")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert tokeniser(tmp_path, "$A").marks.answer == []  # which needs no templates
+    with pytest.raises(ModuleNotFoundError, match="jinja2"):
+        tokeniser(tmp_path, "$A", tokenizer_config={"chat_template": "{{ messages[1].content }}<end>"})
 
 
 def test_an_end_that_is_no_token(tmp_path):

@@ -79,9 +79,9 @@ def test_scales_fit_the_codes(cls):
     x = np.asarray(_inputs(), np.float64)
     w, h = np.float64(normal(16, 64)), x.T @ x
     start = cls.quantize(jnp.asarray(w, np.float32))
-    places = grid_of(start).places(w)
-    cost = lambda array: _cost(grid_of(array).values(places) - w, h)
-    fitted = _with_fitting_scales(start, places, w, h)
+    indices = grid_of(start).nearest(w)
+    cost = lambda array: _cost(grid_of(array).values(indices) - w, h)
+    fitted = _with_fitting_scales(start, indices, w, h)
     assert cost(fitted) < 0.9 * cost(start)
 
 

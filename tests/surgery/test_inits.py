@@ -93,7 +93,10 @@ def test_eva_gives_ranks_to_what_explains_most():
     moments = {"layers.0.weight": np.diag([9.0, 3, 2, 0.5, 0, 0]), "layers.1.weight": np.eye(16)}
     assert ql.eva_ranks(moments, 2) == {r"^layers\.0": 3, r"^layers\.1": 1}
     assert ql.eva_ranks(moments, 2, most=2) == {r"^layers\.0": 2, r"^layers\.1": 2}
-    assert ql.eva_ranks(moments, 1) == {r"^layers\.0": 2, r"^layers\.1": 1}  # it keeps one
+    # Each layer keeps one, which counts: the ranks add up to what was asked for.
+    assert ql.eva_ranks(moments, 1) == {r"^layers\.0": 1, r"^layers\.1": 1}
+    three = moments | {"layers.2.weight": np.eye(16)}
+    assert ql.eva_ranks(three, 2) == {r"^layers\.0": 3, r"^layers\.1": 2, r"^layers\.2": 1}
     ranks, moments = ql.eva_ranks(moments, 2), moments | {"layers.2.weight": np.eye(16)}
     model = ql.loraify(MLP, rank=2, rank_pattern=ranks, init=ql.eva(moments), key=KEY)
     assert [layer.weight.rank for layer in model.layers] == [3, 1, 2]

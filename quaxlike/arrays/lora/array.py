@@ -507,7 +507,7 @@ def drops(lora: LoraArray) -> bool:
     return lora.key is not None and lora.dropout > 0
 
 
-def tell_of_dropout(lora: LoraArray) -> None:
+def warn_of_dropout(lora: LoraArray) -> None:
     """Warns if an adapter with dropout but no key is being differentiated (and so presumably trained)."""
     if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
         warnings.warn(

@@ -5,7 +5,8 @@ Otherwise a float32 adapter would silently promote a bfloat16 model. So the adap
 in the wider dtype, and only cast once at the very end.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ from ...core.values import ArrayValue, is_value
 from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
 from ..adapted import labels_of
-from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
-from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dropout
+from ..adapted_product import AdaptedProduct
+from ..dot_axes import Labels, arrange, cast, common_dtype
+from .array import RANK, LoraArray, drops, labels, row_scale, scaled, warn_of_dropout
 
 # This is tried before the rules for types with special storage (which are then applied to each part), and
 # after the rules for arrays with known contents (zeros).
@@ -32,85 +34,70 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     # Do this outside of the cached trace, which wouldn't issue the warning a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
-            tell_of_dropout(operand)
+            warn_of_dropout(operand)
     return _traced_product(primitive, x, y, **params)
 
 
 @cached_trace
 def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
-    if isinstance(x, LoraArray):
-        return _dot_general(x, y, True, **params)
-    return _dot_general(y, x, False, **params)
-
-
-def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    n = lora.ndim
-    of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
-    # The axes of x have the same labels as the corresponding axes of the whole array. Any other axes are
-    # given new labels.
-    x_labels = list(range(n, n + x.ndim))
-    for own, others in zip(of_lora[:2], of_x[:2], strict=True):
-        for label, axis in zip(own, others, strict=True):
-            x_labels[axis] = label
-    x_free = [i for i in x_labels if i >= n]
-    out = [*of_lora.batch, *in_order(on_left, of_lora.free, x_free)]
-
-    w_labels, a_labels, b_labels = labels(lora)
-
-    def part_product(part: Any, part_labels: Labels, x: Any, x_labels: Labels, keep: Any, **params: Any):
-        if on_left:
-            return contract(part, part_labels, x, x_labels, keep, **params)
-        return contract(x, x_labels, part, part_labels, keep, **params)
-
-    def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
-        # `dimension_numbers` only apply if the base and x have the same axes as in the original product.
-        spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
-        if len(w_labels) < n or len(x_labels) > x_ndim or spread:
-            return arrange(*part_product(w, w_labels, x, x_labels, out, **params), out)
-        return weight_product(*((w, x) if on_left else (x, w)), dimension_numbers, **params)
-
-    def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
-        first, then = (a, a_labels), (b, b_labels)
-        if _shrinks_by_b(lora, of_lora.contracting):
-            first, then = then, first
-        dtype = common_dtype(a, b, x)
-        first = cast(first[0], dtype), first[1]
-        summed = {*labels_of(lora)["alpha"]} - {*out, *then[1]}
-        if summed:  # an axis of adapters is summed over, so scale each of them beforehand
-            first = scaled(lora, *first)
-        thin, thin_labels = part_product(
-            *first, cast(x, dtype), x_labels, {*out, *then[1]}, precision=params["precision"]
-        )
-        if not summed:
-            thin, thin_labels = scaled(lora, thin, thin_labels)
-        y = part_product(cast(then[0], dtype), then[1], thin, thin_labels, out, **widened(params, dtype))
-        return arrange(*y, out)
-
-    def product(w: Any, a: Any, b: Any, x: Any, x_labels: Labels = x_labels) -> Any:
-        y = base_product(w, x, x_labels)
-        return add(y, adapter_product(a, b, dropped(lora, x), x_labels))
-
-    def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
-        if not set(rows) <= set(out):  # rows are summed over, so we have to scale x instead
-            # Integers would be rounded when multiplied by the scale.
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                x = cast(x, common_dtype(lora, x))
-            more = [*(i for i in rows if i not in x_labels), *x_labels]
-            return product(w, a, b, multiply(arrange(x, x_labels, more), arrange(scale, rows, more)), more)
-        by_row = arrange(scale, rows, out)
-        if not drops(lora):
-            return multiply(product(w, a, b, x), by_row)
-        # As in PEFT, dropout only affects what is added to the output of the original layer. Note that this
-        # includes the effect of rescaling the base.
-        y, x = base_product(w, x, x_labels), dropped(lora, x)
-        change = multiply(base_product(w, x, x_labels), by_row - 1)
-        return add(y, add(change, multiply(adapter_product(a, b, x, x_labels), by_row)))
-
-    x_ndim = x.ndim
+    on_left = isinstance(x, LoraArray)
+    lora, x = (x, y) if on_left else (y, x)
+    it = AdaptedProduct(lora, x, on_left, **params)
     if lora.magnitude is None:
-        return quaxify(product)(lora.base, lora.a, lora.b, x)
-    scale, rows = row_scale(lora)
-    return quaxify(dora_product)(lora.base, lora.a, lora.b, x)
+        product = functools.partial(_lora_product, it)
+    else:
+        product = functools.partial(_dora_product, it, *row_scale(lora))
+    return quaxify(product)(lora.base, lora.a, lora.b, x)
+
+
+def _lora_product(it: AdaptedProduct, w: Any, a: Any, b: Any, x: Any, x_labels: Labels | None = None) -> Any:
+    x_labels = it.x_labels if x_labels is None else x_labels
+    y = _with_base(it, w, x, x_labels)
+    return add(y, _with_factors(it, a, b, dropped(it.w, x), x_labels))
+
+
+def _with_base(it: AdaptedProduct, w: Any, x: Any, x_labels: Labels) -> Any:
+    """As `it.with_base`, but allows both operands to be sharded over the same explicit mesh axes."""
+    if it.params.get("out_sharding") is None and not is_value(w) and is_spread((w, x)):
+        return arrange(*it.times(w, it.own["w"], x, x_labels, it.out, **it.params), it.out)
+    return it.with_base(w, x, x_labels)
+
+
+def _with_factors(it: AdaptedProduct, a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
+    lora, params = it.w, it.params
+    first, then = (a, it.own["a"]), (b, it.own["b"])
+    if _shrinks_by_b(lora, it.contracting):
+        first, then = then, first
+    dtype = common_dtype(a, b, x)
+    first = cast(first[0], dtype), first[1]
+    keep = {*it.out, *then[1]}
+    summed = {*it.own["alpha"]} - keep
+    if summed:  # an axis of adapters is summed over, so scale each of them beforehand
+        first = scaled(lora, *first)
+    thin, thin_labels = it.times(*first, cast(x, dtype), x_labels, keep, precision=params["precision"])
+    if not summed:
+        thin, thin_labels = scaled(lora, thin, thin_labels)
+    y = it.times(cast(then[0], dtype), then[1], thin, thin_labels, it.out, **widened(params, dtype))
+    return arrange(*y, it.out)
+
+
+def _dora_product(it: AdaptedProduct, scale: Any, rows: Labels, w: Any, a: Any, b: Any, x: Any) -> Any:
+    lora, x_labels = it.w, it.x_labels
+    if not {*rows} <= {*it.out}:  # rows are summed over, so we have to scale x instead
+        # Integers would be rounded when multiplied by the scale.
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = cast(x, common_dtype(lora, x))
+        more = [*(i for i in rows if i not in x_labels), *x_labels]
+        x = multiply(arrange(x, x_labels, more), arrange(scale, rows, more))
+        return _lora_product(it, w, a, b, x, more)
+    by_row = arrange(scale, rows, it.out)
+    if not drops(lora):
+        return multiply(_lora_product(it, w, a, b, x), by_row)
+    # As in PEFT, dropout only affects what is added to the output of the original layer. Note that this
+    # includes the effect of rescaling the base.
+    y, x = _with_base(it, w, x, x_labels), dropped(lora, x)
+    change = multiply(_with_base(it, w, x, x_labels), by_row - 1)
+    return add(y, add(change, multiply(_with_factors(it, a, b, x, x_labels), by_row)))
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
@@ -168,9 +155,9 @@ def _conv(
     For the gradient we reverse this order, since the kernel's inputs are then the outputs of the forward
     pass.
     """
-    tell_of_dropout(lora)
-    n, groups = lora.ndim, feature_group_count
-    out, into, *window = dimension_numbers.rhs_spec
+    warn_of_dropout(lora)
+    n, groups, dims = lora.ndim, feature_group_count, dimension_numbers
+    out, into, *window = dims.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
     # We support kernels with factors (rank, in, *window) and (out, rank), as well as their gradients, in
     # which `in` and `out` are exchanged.
@@ -183,43 +170,17 @@ def _conv(
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
         return NotImplemented  # the scale would vary across the window as well
 
-    def conv(x: Any, kernel: Any, **params: Any) -> Any:
-        return primitive.bind(
-            x,
-            kernel,
-            dimension_numbers=dimension_numbers,
-            feature_group_count=groups,
-            batch_group_count=1,
-            **params,
-        )
-
-    # The convolution with `b` has a window of size one, and no strides or padding.
-    pointwise = params | {
-        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
-        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
-    }  # fmt: skip
+    conv = functools.partial(
+        primitive.bind, dimension_numbers=dims, feature_group_count=groups, batch_group_count=1
+    )
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
-        dtype = common_dtype(a, b, x)
-        # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and
-        # in the other one it replaces `in`.
-        if backward:
-            down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
-            up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
-            thin = conv(cast(x, dtype), down, **pointwise | {"preferred_element_type": None})
-            thin, _ = scaled(lora, thin, [*range(n)])
-            return conv(thin, up, **widened(params, dtype))
-        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
-        down = jnp.concatenate([down] * groups, axis=out)  # `a` is shared by all groups of channels
-        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
-        thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
-        thin, _ = scaled(lora, thin, [*range(n)])
-        return conv(thin, up, **widened(pointwise, dtype))
+        return _conv_with_factors(conv, lora, a, b, x, dims.rhs_spec, groups, backward, params)
 
     def product(w: Any, a: Any, b: Any, x: Any) -> Any:
         if scale is None:
             return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
-        axis = (dimension_numbers.lhs_spec if backward else dimension_numbers.out_spec)[1]
+        axis = (dims.lhs_spec if backward else dims.out_spec)[1]
         channels = arrange(scale, rows, rows).reshape([-1 if i == axis else 1 for i in range(n)])
         if backward:
             x = multiply(x, channels)
@@ -234,6 +195,42 @@ def _conv(
     if len(w_labels) < n:
         base = quaxify(lambda w: jnp.broadcast_to(w, lora.shape))(base)
     return quaxify(product)(base, lora.a, lora.b, x)
+
+
+def _conv_with_factors(
+    conv: Callable[..., Any],
+    lora: LoraArray,
+    a: Any,
+    b: Any,
+    x: Any,
+    kernel_axes: Sequence[int],
+    groups: int,
+    backward: bool,
+    params: dict[str, Any],
+) -> Any:
+    """Convolves with `a` and then with `b`, or vice versa if `backward`."""
+    out, into, *window = kernel_axes
+    _, a_labels, b_labels = labels(lora)
+    n, dtype = lora.ndim, common_dtype(a, b, x)
+    # The convolution with `b` has a window of size one, and no strides or padding.
+    pointwise = params | {
+        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
+        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
+    }  # fmt: skip
+    # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and in
+    # the other one it replaces `in`.
+    if backward:
+        down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
+        up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
+        first, then = pointwise, params
+    else:
+        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
+        down = jnp.concatenate([down] * groups, axis=out)  # `a` is shared by all groups of channels
+        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
+        first, then = params, pointwise
+    thin = conv(cast(x, dtype), down, **first | {"preferred_element_type": None})
+    thin, _ = scaled(lora, thin, [*range(n)])
+    return conv(thin, up, **widened(then, dtype))
 
 
 @register("ragged_dot_general", precedence=precedence.LORA)

@@ -223,7 +223,7 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
         "select_and_scatter"
     )
 )
-def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
+def _named_like_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
     """If an array is written into another one, then the result has the axes of the array being written to."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None
     names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ..._checked import as_array, checked
+from ..._arrays import as_array
+from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.rules import register
 from ...core.values import ArrayValue

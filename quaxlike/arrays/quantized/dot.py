@@ -271,7 +271,7 @@ def _ragged_dot_general(
 
     parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)
     y = lax.map(lambda tile: of_tile(*tile), (parts, tiles.experts))
-    y = y.reshape(-1, *y.shape[2:])[tiles.places]
+    y = y.reshape(-1, *y.shape[2:])[tiles.positions]
     y = jnp.where(_beside(tiles.grouped, y.ndim), y, 0)
     return jnp.moveaxis(y, 0, kept).astype(dtype)
 
@@ -283,7 +283,7 @@ class Tiles:
 
     - `experts`: each tile's group. For unused tiles this is the number of groups.
     - `rows`, `filled`: the rows in each tile, and which of its slots are filled, `(tiles, rows per tile)`.
-    - `places`, `grouped`: each row's position in the tiles, and whether it belongs to any group.
+    - `positions`, `grouped`: each row's position in the tiles, and whether it belongs to any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
@@ -304,8 +304,8 @@ class Tiles:
         row = jnp.arange(num_rows, dtype=counts.dtype)
         self.grouped = row < ends[-1]
         group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(counts) - 1)
-        places = (last - of_group)[group] * size + row - starts[group]
-        self.places = jnp.clip(places, 0, most * size - 1)
+        positions = (last - of_group)[group] * size + row - starts[group]
+        self.positions = jnp.clip(positions, 0, most * size - 1)
 
 
 _SMALLEST_TILE, _LARGEST_TILE = 8, 128

@@ -48,7 +48,7 @@ def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **param
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
     )
-    return _of_each(x, np.square, jnp.square) if same else NotImplemented
+    return _on_codes_and_scales(x, np.square, jnp.square) if same else NotImplemented
 
 
 @register("div")
@@ -83,7 +83,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
 
 @register("square")
 def _square(w: AbstractQuantizedArray, **params: Any) -> Any:
-    return _of_each(w, np.square, jnp.square)
+    return _on_codes_and_scales(w, np.square, jnp.square)
 
 
 @register("integer_pow")
@@ -91,15 +91,17 @@ def _integer_pow(w: AbstractQuantizedArray, *, y: int, **params: Any) -> Any:
     def power(x: Any) -> Any:
         return x**y
 
-    return _of_each(w, power, power) if y > 0 else NotImplemented
+    return _on_codes_and_scales(w, power, power) if y > 0 else NotImplemented
 
 
 @register("abs")
 def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
-    return _of_each(w, np.abs, jnp.abs)
+    return _on_codes_and_scales(w, np.abs, jnp.abs)
 
 
-def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
+def _on_codes_and_scales(
+    w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]
+) -> Any:
     """Applies an elementwise function that factorises into a function of codes and a function of scales.
 
     The codes aren't changed, but represent different values. Note that both functions are rounded separately.

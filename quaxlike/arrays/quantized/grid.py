@@ -28,15 +28,15 @@ class Grid(NamedTuple):
     scale: np.ndarray
     shift: np.ndarray
 
-    def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
+    def nearest(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
         """Returns the indices of the table entries that are nearest to the elements in these columns."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
         return np.searchsorted(middles, np.where(scale == 0, 0, (w - shift) / safe))
 
-    def values(self, places: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        return self.table[places] * self.scale[:, columns] + self.shift[:, columns]
+    def values(self, indices: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
+        return self.table[indices] * self.scale[:, columns] + self.shift[:, columns]
 
 
 def grid_of(w: AbstractQuantizedArray) -> Grid:

@@ -302,7 +302,7 @@ def _gather(
     mode = lax.GatherScatterMode.from_any(mode)
     if w.axes:
         # Convert this to a lookup in the stored array, whose axes aren't permuted.
-        out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
+        out, order = _gather_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     # It's possible to fill the leaves so that they decode to NaN, but not to any other value.
@@ -328,41 +328,49 @@ def _gather(
             out = jnp.expand_dims(out, positions.ndim)
         out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
         return filled(out, inside, dims, jnp.nan) if fills else out
+    out = _gather_leaves(free, indices, dims, slice_sizes, indexed, mode=mode, **params)
+    # Rows of a matrix are activations, whereas matrices from a stack are still weights.
+    return out.materialise() if len(w.shape) <= 2 else out
 
+
+def _gather_leaves(
+    w: AbstractQuantizedArray,
+    indices: Array,
+    dims: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    indexed: Sequence[int],
+    **params: Any,
+) -> AbstractQuantizedArray:
+    """Looks up the leaves of an array, of which only leading axes are `indexed` or dropped."""
     # The inner axes of the array correspond to a single axis of the leaves, namely the last one.
-    num_inner = len(w.shape) - free.num_lead
-    inner_places = dims.offset_dims[len(dims.offset_dims) - num_inner :]
-    other_places = dims.offset_dims[: len(dims.offset_dims) - num_inner]
+    num_inner = len(w.shape) - w.num_lead
+    inner = dims.offset_dims[len(dims.offset_dims) - num_inner :]
+    others = dims.offset_dims[: len(dims.offset_dims) - num_inner]
     out_ndim = indices.ndim - 1 + len(dims.offset_dims)
-    lead_places = [place for place in range(out_ndim) if place not in inner_places]
+    lead = [axis for axis in range(out_ndim) if axis not in inner]
 
     def take(leaf: Array) -> Array:
-        rest = leaf.shape[free.num_lead :]
-        offsets = [lead_places.index(place) for place in other_places]
-        offsets += range(len(lead_places), len(lead_places) + len(rest))
+        rest = leaf.shape[w.num_lead :]
+        offsets = [lead.index(axis) for axis in others]
+        offsets += range(len(lead), len(lead) + len(rest))
         if not indices.shape[-1]:  # `checkify` doesn't support a gather without indices
-            leaf = lax.slice(leaf, (0,) * leaf.ndim, (*slice_sizes[: free.num_lead], *rest))
-            places = dict(zip(offsets, leaf.shape, strict=True))
+            leaf = lax.slice(leaf, (0,) * leaf.ndim, (*slice_sizes[: w.num_lead], *rest))
+            sizes = dict(zip(offsets, leaf.shape, strict=True))
             batch = iter(indices.shape[:-1])
-            shape = [
-                places[i] if i in places else next(batch) for i in range(len(offsets) + indices.ndim - 1)
-            ]
+            shape = [sizes[i] if i in sizes else next(batch) for i in range(len(offsets) + indices.ndim - 1)]
             return lax.broadcast_in_dim(leaf, shape, offsets)
         return lax.gather(
             leaf,
             indices,
             dims._replace(offset_dims=tuple(offsets), start_index_map=tuple(indexed)),
-            (*slice_sizes[: free.num_lead], *rest),
-            mode=mode,
+            (*slice_sizes[: w.num_lead], *rest),
             fill_value=_nan_of(leaf.dtype),
             **params,
         )
 
-    out = jax.tree.map(take, free)
-    order = [*lead_places, *inner_places]
-    out = out.with_axes([order.index(place) for place in range(out_ndim)])
-    # Rows of a matrix are activations, whereas matrices from a stack are still weights.
-    return out.materialise() if len(w.shape) <= 2 else out
+    out = jax.tree.map(take, w)
+    order = [*lead, *inner]
+    return out.with_axes([order.index(axis) for axis in range(out_ndim)])
 
 
 def _with_all_axes(
@@ -378,14 +386,14 @@ def _with_all_axes(
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
     num_batch = np.ndim(indices) - 1
-    places = tuple(range(num_batch, num_batch + len(kept)))
-    with_all = dims._replace(collapsed_slice_dims=tuple(collapsed), offset_dims=places)
+    offsets = tuple(range(num_batch, num_batch + len(kept)))
+    with_all = dims._replace(collapsed_slice_dims=tuple(collapsed), offset_dims=offsets)
     out = _gather(w, indices, dimension_numbers=with_all, slice_sizes=slice_sizes, **params)
     if out is NotImplemented:
         return out
     num_out = num_batch + len(dims.offset_dims)
     order = [*(i for i in range(num_out) if i not in dims.offset_dims), *dims.offset_dims]
-    squeezed = [place for place, axis in zip(places, kept, strict=True) if axis in gone]
+    squeezed = [i for i, axis in zip(offsets, kept, strict=True) if axis in gone]
 
     def move(out: Any) -> Any:
         return lax.transpose(lax.squeeze(out, squeezed), [order.index(i) for i in range(num_out)])
@@ -393,7 +401,7 @@ def _with_all_axes(
     return quaxify(move)(out)
 
 
-def _of_stored(
+def _gather_stored(
     w: AbstractQuantizedArray,
     indices: ArrayLike,
     dims: lax.GatherDimensionNumbers,
@@ -419,8 +427,8 @@ def _of_stored(
     out = _gather(plain, indices, dimension_numbers=of_stored, slice_sizes=sizes, **params)
     kept = [axis for axis in stored if axis not in gone]
     order = list(range(np.ndim(indices) - 1 + len(kept)))
-    for place, axis in zip(dims.offset_dims, kept, strict=True):
-        order[place] = dims.offset_dims[sorted(kept).index(axis)]
+    for offset, axis in zip(dims.offset_dims, kept, strict=True):
+        order[offset] = dims.offset_dims[sorted(kept).index(axis)]
     return out, order
 
 

@@ -122,8 +122,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         col_idx = _column_index(masks)
         # The index of padding is out of bounds. So first clip it, which fills these slots with arbitrary
         # blocks, and then clear them.
-        places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
-        blocks = jnp.take_along_axis(cut, from_numpy(places), axis=-3)
+        at = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
+        blocks = jnp.take_along_axis(cut, from_numpy(at), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
         return cls.from_blocks(jnp.where(stored, blocks, jnp.zeros_like(blocks)), col_idx, k // block_size)
 

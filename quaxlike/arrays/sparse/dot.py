@@ -28,7 +28,7 @@ from .unstructured import (
     fits_int32,
     flattened,
     known_indices,
-    known_places,
+    known_positions,
     pairs,
     unstacked,
 )
@@ -133,7 +133,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
         return NotImplemented
     inside = w.is_stored
 
-    def place(axes: Any) -> Any:
+    def positions(axes: Any) -> Any:
         return flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
 
     kept = [x.shape[axis] for axis in of_x.free]
@@ -141,7 +141,9 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
         math.prod(sizes(out_of)), math.prod(kept)
     )
     sums = sum_dtype(dtype)
-    y = coo_matmul(x.astype(sums), w.data.astype(sums), place(into), place(out_of), math.prod(sizes(into)))
+    y = coo_matmul(
+        x.astype(sums), w.data.astype(sums), positions(into), positions(out_of), math.prod(sizes(into))
+    )
     y = y.astype(dtype).reshape(*sizes(into), *kept)
     first, last = len(of_w.batch), len(into)
     return y.transpose(*range(first), *in_order(on_left, range(first, last), range(last, y.ndim)))
@@ -157,7 +159,7 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     # The number of pairs determines a shape, so we have to know it when tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
-    of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))
+    of_x, of_y = pairs(known_positions(at_x, x_summed, x.sizes), known_positions(at_y, y_summed, y.sizes))
     sums = sum_dtype(dtype)
     terms = x.data.astype(sums)[of_x] * y.data.astype(sums)[of_y]
     kept = [

@@ -26,7 +26,7 @@ from .unstructured import (
     fits_int32,
     flattened,
     known_indices,
-    known_places,
+    known_positions,
     pairs,
     unstacked,
 )
@@ -53,7 +53,7 @@ def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **para
 @register_on_either_side("mul", AbstractSparseArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
-        return _of_both(primitive, x, y, **params)
+        return _combined(primitive, x, y, **params)
     return _by_array(primitive, *((x, y) if isinstance(x, AbstractSparseArray) else (y, x)), **params)
 
 
@@ -78,7 +78,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Adds the elements to a dense array or a scalar, for which the result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
-        return _of_both(primitive, x, y, **params)
+        return _combined(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
     w, other = (x, y) if on_left else (y, x)
     if not is_covered(w, other) or is_value(w.elements):
@@ -88,7 +88,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return w.added_to(-other if minus and on_left else other)
 
 
-def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
+def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
     """Returns the product, sum or difference of two arrays, merging their patterns if these differ."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
@@ -103,7 +103,7 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     # A product is only nonzero in positions that are stored by both arrays.
     if primitive.name == "mul":
         axes = range(len(x.sizes))
-        of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
+        of_x, of_y = pairs(known_positions(at_x, axes, x.sizes), known_positions(at_y, axes, x.sizes))
         return SparseArray.from_coo(primitive.bind(x.data[of_x], y.data[of_y], **params), at_x[of_x], x.sizes)
     data = jnp.concatenate([x.data, -y.data if primitive.name == "sub" else y.data])
     return SparseArray.from_coo(data, np.concatenate([at_x, at_y]), x.sizes)
@@ -118,8 +118,8 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     sizes = [shape[axis] for axis in kept]
     if not fits_int32(sizes):
         return NotImplemented
-    place = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
-    return add_at(jnp.zeros(math.prod(sizes), x.dtype), (place,), x.data).reshape(sizes)
+    positions = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
+    return add_at(jnp.zeros(math.prod(sizes), x.dtype), (positions,), x.data).reshape(sizes)
 
 
 @register(["reduce_or", "reduce_and"])

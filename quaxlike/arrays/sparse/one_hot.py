@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ..._checked import as_array
+from ..._arrays import as_array
 from ...core.operators import ArrayOperators
 from ...core.policy import dense
 from ...core.rules import register

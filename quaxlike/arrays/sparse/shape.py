@@ -274,13 +274,15 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
     Returns `NotImplemented` if we would have to read the whole matrix to find them.
     """
-    stored, look_up = (x.data, _of_elements) if isinstance(x, SparseArray) else (x.blocks, _of_blocks)
+    stored, look_up = (
+        (x.data, _lines_of_elements) if isinstance(x, SparseArray) else (x.blocks, _lines_of_blocks)
+    )
     if not stored.size:
         return jnp.zeros((*positions.shape, x.shape[1 - axis]), x.dtype)
     return look_up(x, axis, positions)
 
 
-def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
+def _lines_of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
     # If the elements aren't ordered then those of a given row could be anywhere, so we'd have to look at all
     # elements.
@@ -300,7 +302,7 @@ def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     return _placed(size, jnp.where(stored, across[number], size), data[number])
 
 
-def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
+def _lines_of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     if isinstance(x.blocks, ArrayValue):
         return NotImplemented
     rows, slots, b, _ = x.blocks.shape

@@ -217,7 +217,7 @@ def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
 
     def broadcast(leaf: Array, own: int) -> Array:
         new_shape = (*shape[:num_new], *leaf.shape[leaf.ndim - own :])
-        places = (*dimensions[:kept], *range(num_new, len(new_shape)))
-        return lax.broadcast_in_dim(leaf, new_shape, places)
+        axes = (*dimensions[:kept], *range(num_new, len(new_shape)))
+        return lax.broadcast_in_dim(leaf, new_shape, axes)
 
     return w.each(broadcast)

@@ -402,20 +402,20 @@ def flattened(
 
     For elements that aren't `inside`, this is the total size, which is out of bounds.
     """
-    place = jnp.zeros(inside.shape, jnp.int32)
+    flat = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
-        place = place * size + index
-    return jnp.where(inside, place, math.prod(sizes))
+        flat = flat * size + index
+    return jnp.where(inside, flat, math.prod(sizes))
 
 
 def unflattened(
-    place: Int32[Array, " elements"], sizes: Sequence[int], inside: Bool[Array, " elements"]
+    flat: Int32[Array, " elements"], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> tuple[Array, ...]:
     """Inverts `flattened`."""
     indices: list[Array] = []
     for size in reversed(sizes):
-        indices.append(jnp.where(inside, place % max(size, 1), size))
-        place = place // max(size, 1)
+        indices.append(jnp.where(inside, flat % max(size, 1), size))
+        flat = flat // max(size, 1)
     return tuple(reversed(indices))
 
 
@@ -439,14 +439,14 @@ def known_indices(x: SparseArray) -> np.ndarray | None:
     return np.stack([np.asarray(index) for index in x.indices], -1)
 
 
-def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+def known_positions(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     """Returns flat indices into an array with only these axes. The index of padding is -1."""
     inside = (indices < np.asarray(sizes)).all(1)
     safe = np.where(inside[:, None], indices, 0).astype(np.int64)
-    place = np.zeros(len(indices), np.int64)
+    flat = np.zeros(len(indices), np.int64)
     for axis in axes:
-        place = place * sizes[axis] + safe[:, axis]
-    return np.where(inside, place, -1)
+        flat = flat * sizes[axis] + safe[:, axis]
+    return np.where(inside, flat, -1)
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

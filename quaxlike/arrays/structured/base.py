@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..._checked import as_array
+from ..._arrays import as_array
 from ...core.jaxprs.slots import leading_axes, part_specs
 from ...core.jaxprs.unify import can_be_unified, dense_when_incompatible, widened_part
 from ...core.operators import ArrayOperators

@@ -22,7 +22,7 @@ from .diagonal import DiagonalMatrix
 @register_on_either_side("dot_general", StructuredMatrix)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
     if isinstance(x, StructuredMatrix) and isinstance(y, StructuredMatrix):
-        return _of_two(primitive, x, y, **params)
+        return _structured_product(primitive, x, y, **params)
     on_left = isinstance(x, StructuredMatrix)
     return _product(*((x, y) if on_left else (y, x)), on_left, **params)
 
@@ -110,7 +110,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 # Products of two structured matrices that are structured as well ----------------------------------
 
 
-def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any) -> Any:
+def _structured_product(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any) -> Any:
     (x_summed, y_summed), (x_batch, y_batch) = params["dimension_numbers"]
     n = x.num_batch
     stacked = tuple(range(n))

@@ -26,22 +26,22 @@ from .low_rank import LowRankUpdate
 
 @register(tuple(set(ZERO_PRESERVING) - {"neg", "convert_element_type"}))
 def _zero_preserving(primitive: Primitive, x: StructuredMatrix, **params: Any):
-    return NotImplemented if x.places() is None else _of_parts(primitive, x, **params)
+    return NotImplemented if x.places() is None else _on_parts(primitive, x, **params)
 
 
-def _of_parts(primitive: Primitive, x: StructuredMatrix, **params: Any) -> Any:
+def _on_parts(primitive: Primitive, x: StructuredMatrix, **params: Any) -> Any:
     return x.converted(x.dtype).each(lambda part, _: primitive.bind(part, **params))
 
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params: Any):
-    return NotImplemented if y <= 0 or x.places() is None else _of_parts(primitive, x, y=y, **params)
+    return NotImplemented if y <= 0 or x.places() is None else _on_parts(primitive, x, y=y, **params)
 
 
 # These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so they can be applied to both factors.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
-    return _of_parts(primitive, x, **params)
+    return _on_parts(primitive, x, **params)
 
 
 @register("convert_element_type")
@@ -80,10 +80,10 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     factor = _factor(x, y)
     if factor is not None:
         return x.scaled(factor)
-    return NotImplemented if x.places() is None else _on_places(primitive, x, y, **params)
+    return NotImplemented if x.places() is None else _on_elements(primitive, x, y, **params)
 
 
-def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
+def _on_elements(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
     """Multiplies or divides the stored elements by the corresponding elements of an array."""
     places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
@@ -109,7 +109,7 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
         return NotImplemented
     factor = _factor(x, y)
     if factor is None and x.places() is not None:
-        return _on_places(primitive, x, y, **params)
+        return _on_elements(primitive, x, y, **params)
     if factor is None or (x.places() is None and not jnp.issubdtype(x.dtype, jnp.inexact)):
         return NotImplemented  # division of integers rounds
     return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
@@ -131,7 +131,7 @@ def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
 
 
 @register(["mul", "div"])
-def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
+def _elementwise_product(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
     if x.matrix_shape != y.matrix_shape:
         return NotImplemented
     by = functools.partial(primitive.bind, **params)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ..._checked import as_array, checked, did_you_mean
+from ..._arrays import as_array
+from ..._checked import checked, did_you_mean
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
 from ...core.levels import level_of
 from ...core.recording import user_source
@@ -84,7 +85,7 @@ def _advice(name: str) -> str:
     return f"Known: {', '.join((*_BASE, *_DERIVED))}.{hint}"
 
 
-def _of_symbol(name: str) -> tuple[Fraction, ...]:
+def _exponents_of(name: str) -> tuple[Fraction, ...]:
     """Returns the exponents of all base units, in order, for a symbol."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
@@ -157,7 +158,7 @@ class Unit:
             total = (Fraction(0),) * len(_BASE)
             for name, power in factors:
                 power = _fraction(power)
-                total = tuple(a + b * power for a, b in zip(total, _of_symbol(name), strict=True))
+                total = tuple(a + b * power for a, b in zip(total, _exponents_of(name), strict=True))
         object.__setattr__(self, "_exponents", total)
         object.__setattr__(self, "_guard", guard)
 

@@ -118,7 +118,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 
 @register(tuple(_NUMBERS))
-def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
+def _function_of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
     """Applies functions that are only defined for dimensionless numbers, such as the exponential."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
@@ -277,9 +277,9 @@ def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params
 @Unitful.rule_for_several(tuple(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     stored = _STORED[primitive.name]
-    places = [x for x in xs if not any(x is y for y in xs[stored])]
+    indices = [x for x in xs if not any(x is y for y in xs[stored])]
     unit = _common(primitive, xs[stored])
-    _dimensionless(primitive, places)
+    _dimensionless(primitive, indices)
     if primitive.name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`
         _check_function(primitive, params["update_jaxpr"], params["update_consts"], [(xs[0], unit)] * 2, unit)
     return with_unit(_bind(primitive, xs, params), unit)

@@ -370,7 +370,7 @@ def _sort(*xs: Constant, dimension: int, **params: Any) -> Any:
 
 
 @register(["cumsum", "cumprod", "cummax", "cummin", "argmax", "argmin"])
-def _of_zeros(primitive: Primitive, x: Zero, **params: Any) -> Zero:
+def _along_axis_of_zero(primitive: Primitive, x: Zero, **params: Any) -> Zero:
     out = result(primitive, [x], params)
     return Zero(out.shape, out.dtype)
 
@@ -474,7 +474,7 @@ def _transpose(x: Identity, **params: Any) -> Identity:
 
 
 @register(ZERO_PRESERVING)
-def _of_identity(primitive: Primitive, x: Identity, **params: Any) -> Any:
+def _elementwise_on_identity(primitive: Primitive, x: Identity, **params: Any) -> Any:
     """Applies a function that maps 0 to 0. If it also maps 1 to 1, then the result is still the identity."""
     one = apply(functools.partial(primitive.bind, **params), Full(1, (), x.dtype), shape=())
     return Identity(x.n, one.dtype) if known(one) == 1 else NotImplemented

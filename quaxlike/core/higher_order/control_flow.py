@@ -106,7 +106,7 @@ _MOST_CHANGES = 2
 def carry_fixed_point(
     init: Sequence[Any],
     body_for: Callable[[Sequence[LeafLayout], Sequence[LeafLayout | None] | None], Flat],
-    beside: Sequence[LeafLayout],
+    others: Sequence[LeafLayout],
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
@@ -120,7 +120,7 @@ def carry_fixed_point(
     **Arguments:**
 
     - `body_for`: returns the body for a carry with the given slots, converting its results to the targets.
-    - `beside`: the slots of the body's other operands.
+    - `others`: the slots of the body's other operands.
     - `stacked`: how many axes the predicate has. If this isn't zero then we are running several loops at
         once, which might need different iteration counts. In this case their carries are selected leaf
         by leaf, so a Value is materialised unless all its leaves have these axes.
@@ -138,7 +138,7 @@ def carry_fixed_point(
         return hooks.placeholders.start(slot, x) if hooks.placeholders else slot
 
     if hooks.placeholders:
-        slots = hooks.placeholders.starts(slots, init, beside)
+        slots = hooks.placeholders.starts(slots, init, others)
     carry = tuple(map(allowed, slots))
     changes = [0] * len(init)  # how often each carry had to change its form
 

@@ -422,12 +422,12 @@ class _Residuals:
 
     slots: tuple[LeafLayout, ...] = ()
     # For each leaf: if it's a leaf of an operand then its index, otherwise None.
-    places: tuple[int | None, ...] = ()
+    forwards: tuple[int | None, ...] = ()
 
     @property
     def size(self) -> int:
         """How many leaves are stored."""
-        return self.places.count(None)
+        return self.forwards.count(None)
 
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
@@ -435,12 +435,12 @@ class _Residuals:
         # Without this we would store leaves twice. For example, frozen weights would take up twice as much
         # memory in the backward pass.
         known = {id(x): i for i, x in enumerate(kept)}
-        self.places = tuple(known.get(id(x)) for x in leaves)
-        return [x for x, place in zip(leaves, self.places, strict=True) if place is None]
+        self.forwards = tuple(known.get(id(x)) for x in leaves)
+        return [x for x, forward in zip(leaves, self.forwards, strict=True) if forward is None]
 
     def unflatten(self, stored: Sequence[Any], kept: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
         leaf = iter(stored)
-        leaves = [next(leaf) if place is None else kept[place] for place in self.places]
+        leaves = [next(leaf) if forward is None else kept[forward] for forward in self.forwards]
         res, constant = split(leaves, sum(map(len, self.slots)))
         return unflatten(self.slots, res), constant
 

@@ -4,7 +4,7 @@ These are composites, primitives created either by `define_primitive` or by Equi
 high-level primitives in JAX that have a jvp rule. (As of JAX 0.12, `lax.custom_root` is an example.)
 
 Importantly, inlining a primitive must not replace its derivative by that of its implementation. To ensure
-this, `call_inline` keeps its jvp and transpose rules.
+this, `_call_inline` keeps its jvp and transpose rules.
 """
 
 import functools
@@ -58,43 +58,34 @@ def _call_hi_primitive(
     def implementation(*flat: Any) -> list[Any]:
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return compat.jvp_rule(primitive)(primals, tangents, **params)
-
-    def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
-        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
-
     (*_, base, _) = type(hi).__mro__
-    # By default the transpose in JAX just raises an error. Don't pass this on, because JAX might well be able
-    # to transpose the implementation.
+    # By default the transpose in JAX just raises an error. Don't use this, because JAX might well be able to
+    # transpose the implementation.
     has_transpose = type(hi).transpose is not base.transpose
-    rule = transpose if has_transpose else None
-    return call_inline(trace, type(hi).__name__, implementation, jvp, rule, operands)
+    name = type(hi).__name__
+    return _call_inline(trace, name, primitive, params, implementation, operands, has_transpose=has_transpose)
 
 
-def call_inline(
+def _call_inline(
     trace: QuaxTrace,
     name: str,
+    primitive: Primitive,
+    params: Params,
     implementation: Callable[..., list[Any]],
-    jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]],
-    transpose: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None,
     operands: Sequence[Any],
+    *,
+    has_transpose: bool = True,
 ) -> list[Any]:
     """Runs the implementation of a primitive, with the primitive's own derivative and transpose.
 
-    **Arguments:**
-
-    - `name`: the primitive's name.
-    - `jvp`: called with the operands and their tangents; returns the results and their tangents.
-    - `transpose`: called with the cotangents of the results, and with the operands, in which each linear
-        operand is an `UndefinedPrimal`; returns the cotangents of the operands. Default: transposes the
-        implementation.
+    Without a transpose of its own, the implementation is transposed.
     """
     call = jax.custom_jvp(implementation)
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        out, out_dot = jvp(primals, [_zero(t, t) for t in tangents])
+        tangents = [_zero(t, t) for t in tangents]
+        out, out_dot = compat.jvp_rule(primitive)(primals, tangents, **params)
         dots = zip(out, out_dot, strict=True)
         return out, [SymbolicZero(jax.typeof(x).to_tangent_aval()) if _is_zero(t) else t for x, t in dots]
 
@@ -108,8 +99,12 @@ def call_inline(
             return [inner.unwrap(x) for x in out]
 
     # If there is no transform below us then nothing will be transposed, so we can skip all of this.
-    if transpose is None or compat.is_eval_trace(trace.parent_trace):
+    if not has_transpose or compat.is_eval_trace(trace.parent_trace):
         return run(operands)
+
+    def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
+        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
+
     return _with_transpose(trace, name, run, transpose, operands)
 
 
@@ -178,13 +173,7 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     def implementation(*flat: Any) -> list[Any]:
         return list(_implementation(primitive)(*flat, **params))
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        return compat.jvp_rule(primitive)(primals, tangents, **params)
-
-    def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
-        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
-
-    return call_inline(trace, primitive.name, implementation, jvp, transpose, operands)
+    return _call_inline(trace, primitive.name, primitive, params, implementation, operands)
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:

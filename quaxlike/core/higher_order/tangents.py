@@ -82,7 +82,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
     # The user's rule is called with the converted Value, so we need the tangent of the conversion.
-    y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
+    y, tangent = jax.jvp(*_on_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
 
@@ -101,7 +101,7 @@ def _linear_part(x: Value) -> Any:
     return linear_part(x, materialised)
 
 
-def _of_inexact(
+def _on_inexact(
     f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """`f` as a function on the leaves with tangents, followed by these leaves."""
@@ -202,7 +202,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
     def alike(x: Value) -> Any:
         return map_parts_as(ct, materialised, _linear_part(x))
 
-    fun, at = _of_inexact(alike, slot, primals, inexact)
+    fun, at = _on_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
     # Only under these conditions are the leaves of `ct` the cotangents of the leaves of `y`.
@@ -211,7 +211,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
             x if has_tangent(jax.typeof(x)) else zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
         )
         return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
-    fun, at = _of_inexact(materialised, slot, primals, inexact)
+    fun, at = _on_inexact(materialised, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = materialised(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
     return pull_back(jnp.asarray(ct, y.dtype))

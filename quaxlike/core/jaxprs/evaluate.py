@@ -50,28 +50,28 @@ class _JaxprPlan:
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
         self.start: list[Any] = []  # the initial values of all variables, i.e. None unless it's a literal
-        places: dict[Any, int] = {}
+        indices: dict[Any, int] = {}
 
-        def place(atom: Any) -> int:
+        def index(atom: Any) -> int:
             literal = isinstance(atom, jexc.Literal)
-            if literal or atom not in places:
+            if literal or atom not in indices:
                 self.start.append(atom.val if literal else None)
                 if literal:
                     return len(self.start) - 1
-                places[atom] = len(self.start) - 1
-            return places[atom]
+                indices[atom] = len(self.start) - 1
+            return indices[atom]
 
         n_consts = len(jaxpr.consts)
-        invars = list(map(place, compat.all_invars(opened)))
+        invars = list(map(index, compat.all_invars(opened)))
         self.consts, self.invars = invars[:n_consts], invars[n_consts:]
-        placed = [(eqn, list(map(place, eqn.invars)), list(map(place, eqn.outvars))) for eqn in opened.eqns]
-        self.outvars = list(map(place, opened.outvars))
+        indexed = [(eqn, list(map(index, eqn.invars)), list(map(index, eqn.outvars))) for eqn in opened.eqns]
+        self.outvars = list(map(index, opened.outvars))
         self.steps: list[_Step] = []
         alive = set(self.outvars)
         # Go backwards, so that `alive` contains the variables that are used by later equations. We drop each
         # variable after its last use. If we were to keep all intermediate arrays alive instead, then eager
         # programs would require more memory than they do in JAX.
-        for eqn, inputs, outputs in reversed(placed):
+        for eqn, inputs, outputs in reversed(indexed):
             dead = {*inputs, *outputs} - alive
             alive |= set(inputs)
             takes_functions = type(eqn.primitive).get_bind_params is not jexc.Primitive.get_bind_params

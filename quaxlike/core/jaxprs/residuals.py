@@ -23,7 +23,7 @@ def _with_few_residuals(
     stops = [eqn.primitive.name == "stop_gradient" for eqn in opened.eqns]
     read = {x for eqn, stop in zip(opened.eqns, stops, strict=True) if not stop for x in _vars(eqn.invars)}
     read.update(_vars(opened.outvars))
-    places = {v: i for i, v in enumerate(opened.invars) if i not in carried and v not in read}
+    positions = {v: i for i, v in enumerate(opened.invars) if i not in carried and v not in read}
     constants: set[int] = set()
     equal: dict[Any, Any] = {}
     conversions: dict[Any, Any] = {}
@@ -33,8 +33,8 @@ def _with_few_residuals(
         (x, *_), (out, *_) = [*eqn.invars, None], [*eqn.outvars, None]
         of_one = isinstance(x, jexc.Var) and not isinstance(out, jexc.DropVar)
         # The input is going to be a constant, so it's safe to drop the `stop_gradient`.
-        if stop and of_one and x in places:
-            constants.add(places[x])
+        if stop and of_one and x in positions:
+            constants.add(positions[x])
             equal[out] = x
         elif of_one and eqn.primitive.name == "convert_element_type":
             # Make sure that the context matches as well. Otherwise the results might differ, e.g. because of

@@ -148,7 +148,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
         yield from _members(hint.__supertype__, names)
     elif origin is typing.Annotated or (hasattr(origin, "__value__") and not isinstance(origin, type)):
         args = typing.get_args(hint)
-        yield from _members(args[0] if origin is typing.Annotated else _of_alias(origin, args), names)
+        yield from _members(args[0] if origin is typing.Annotated else _expanded_alias(origin, args), names)
     elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
         yield from _members(hint.__value__, names)
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
@@ -163,7 +163,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
             yield (jax.Array if issubclass(cls, (jax.Array, jax.core.Tracer)) else cls), None
 
 
-def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
+def _expanded_alias(alias: Any, args: Sequence[Any]) -> Any:
     """Expands a generic alias (such as `type A[T] = T | jax.Array`), by substituting its parameters."""
     given = dict(zip(alias.__type_params__, args, strict=False))
     value = alias.__value__

@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 
 class Beyond:
-    """A rule that matches if the Values in `places` are materialised."""
+    """A rule that matches if the Values in `positions` are materialised."""
 
-    def __init__(self, rule: Rule, types: Sequence[type | None], places: tuple[int, ...]) -> None:
+    def __init__(self, rule: Rule, types: Sequence[type | None], positions: tuple[int, ...]) -> None:
         self.rule = rule
-        self.places = places
+        self.positions = positions
         self._depends_on_operands = depends_on_operands(rule)
-        self._types = [jax.Array if t is None or i in places else t for i, t in enumerate(types)]
+        self._types = [jax.Array if t is None or i in positions else t for i, t in enumerate(types)]
 
     def applies_to(self, operands: Sequence[Any]) -> bool:
         """Returns whether the rule accepts not just the types but also the dtypes and shapes of these
         operands."""
-        if not all(x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.places):
+        if not all(
+            x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.positions
+        ):
             return False
         typed = enumerate(zip(operands, self._types, strict=True))
         return not self._depends_on_operands or all(fits(self.rule, i, x, cls) for i, (x, cls) in typed)
@@ -53,14 +55,14 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     made_at = epoch()
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
-            if (places := _in_the_way(rule, types)) == ():
+            if (positions := _in_the_way(rule, types)) == ():
                 # The same rule might be registered for several signatures. If it has already declined this
                 # call then there is no point in trying it again after materialising.
                 declined.add(rule.written)
-            elif places is not None and len(places) < values:
+            elif positions is not None and len(positions) < values:
                 # Our own rules cover many types. They mustn't shadow a more specific rule that was written by
                 # the user.
-                ranked.append(((rule.is_ours, n, len(places), places), Beyond(rule, types, places)))
+                ranked.append(((rule.is_ours, n, len(positions), positions), Beyond(rule, types, positions)))
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
     with lock:
@@ -79,15 +81,15 @@ def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | N
     def takes(hint: Any, cls: Any) -> bool:
         return is_value_dependent(hint) or signature_of([cls]) <= signature_of([hint])
 
-    places: list[int] = []
+    positions: list[int] = []
     for i, (t, annotation) in enumerate(zip(types, annotations, strict=True)):
         if t is not None and takes(annotation.hint, t):
             continue
         if not takes(annotation.hint, jax.Array):
             return None
         if t is not None:
-            places.append(i)
-    return tuple(places)
+            positions.append(i)
+    return tuple(positions)
 
 
 # Rules for any type, beside a user's rule ---------------------------------------------------------
@@ -115,8 +117,8 @@ def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> 
     annotations = rule.annotations(len(types))
     unnamed = [i for i, t in enumerate(types) if t is not None and not _names(annotations[i].classes, t)]
     others = [r for layer in layers for r in layer[primitive] if not r.is_ours] if unnamed else []
-    in_the_way = [places for r in others if (places := _in_the_way(r, types))]
-    return tuple({types[i] for i in unnamed if any(i not in places for places in in_the_way)})
+    in_the_way = [positions for r in others if (positions := _in_the_way(r, types))]
+    return tuple({types[i] for i in unnamed if any(i not in positions for positions in in_the_way)})
 
 
 def _names(classes: Sequence[Any], cls: type) -> bool:

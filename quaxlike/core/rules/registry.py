@@ -557,13 +557,13 @@ def check_replacement(old: Rule, new: Rule) -> None:
         return
     module = new.written.__module__
     running = _running(new.written.__globals__) if old.written.__module__ == module else []
-    beside = any(_contains(code, was) and _contains(code, now) for code in running)
+    coexist = any(_contains(code, was) and _contains(code, now) for code in running)
     renamed = old.written.__qualname__ != new.written.__qualname__
-    if old.written.__module__ == module and not beside and not renamed:
+    if old.written.__module__ == module and not coexist and not renamed:
         return
     runs_again = any(code.co_name == "<module>" for code in running)
     lenient = getattr(new.function, "may_never_match", False)
-    if old.written.__module__ != module or (runs_again and not beside) or lenient:
+    if old.written.__module__ != module or (runs_again and not coexist) or lenient:
         warn_once(new, RuleWarning(f"{new} replaces {old}."))
     else:
         raise RuleError(

@@ -157,12 +157,12 @@ class ChatTemplate:
             except ValueError:
                 return False
 
-        places: dict[str, int] = {}
+        first: dict[str, int] = {}  # the first message that has each entry
         for i, message in enumerate(messages):
             for key, value in message.items():
                 if value not in (None, [], {}) and key not in ("role", *WITHOUT_EFFECT):
-                    places.setdefault(key, i)
-        for key, i in places.items():
+                    first.setdefault(key, i)
+        for key, i in first.items():
             rest = [{name: x for name, x in message.items() if name != key} for message in messages]
             if passed_over(key, rest, options):
                 raise ValueError(
@@ -214,7 +214,7 @@ def _environment() -> Sandbox:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], tojson=_to_json
     )
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
@@ -227,16 +227,20 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         own = nodes.ContextReference()
-        call = self.call_method("_tell", [own])
+        call = self.call_method("_report", [own])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def _tell(self, context: Any, caller: Any) -> str:
+    def _report(self, context: Any, caller: Any) -> str:
         return context["_generation"](caller())
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     # jinja2's own filter would escape HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

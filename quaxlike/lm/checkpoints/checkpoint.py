@@ -187,10 +187,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
             thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes,
             quantises_embeddings=True,
         )  # fmt: skip
-    return _of_tensors(opened, config, settings, dtype)
+    return _checkpoint_in_tensors(opened, config, settings, dtype)
 
 
-def _of_tensors(
+def _checkpoint_in_tensors(
     tensors: Tensors, config: Mapping[str, Any], settings: Mapping[str, Any], dtype: DTypeLike | None
 ) -> Checkpoint:
     format, settings = _format_of(tensors, settings)

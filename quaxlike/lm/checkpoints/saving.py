@@ -143,12 +143,16 @@ def save_like(
 def is_published(mapping: Mapping[str, Any]) -> bool:
     """Returns whether transformers can read these weights, in any one of the formats that it supports."""
     values = [x for x in mapping.values() if is_value(x)]
-    found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
+    found = set(map(_accepting_format, values))
     return len(found) < 2 and None not in found
 
 
+def _accepting_format(value: Any) -> str | None:
+    return next((format.name for format in FORMATS if format.accepts(value)), None)
+
+
 def _format_of(directory: Path, name: str, value: Any) -> str:
-    found = next((format.name for format in FORMATS if format.accepts(value)), None)
+    found = _accepting_format(value)
     if found is None:
         known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
         raise CheckpointError(

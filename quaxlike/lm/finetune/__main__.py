@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,17 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
     try:
         settings = settings_of(**arguments)
     except FinetuneError as error:
-        return _told(parser, error)
+        return _fail(parser, error)
+    _check_together(parser, arguments, settings)
+    saved = Saved(settings.run.output)
+    with interrupts_deferred(saved, signals=[signal.SIGINT, signal.SIGTERM]):
+        return _run(parser, settings, saved)
+
+
+def _check_together(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], settings: Settings
+) -> None:
+    """Exits with an error if two options don't go together."""
     train, run = settings.train, settings.run
     made = ("rank", "alpha", "dropout", "rslora", "dora", "invocation")
 
@@ -78,9 +89,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
         parser.error("--format gguf must be used with --merge, which makes the weights that it holds")
     if run.outtype is not None and run.format != "gguf":
         parser.error("--outtype must be used with --format gguf")
-    saved = Saved(run.output)
-    with interrupts_deferred(saved, signals=[signal.SIGINT, signal.SIGTERM]):
-        return _run(parser, settings, saved)
 
 
 def _run(parser: argparse.ArgumentParser, settings: Settings, saved: Saved) -> int:
@@ -102,7 +110,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, saved: Saved) -> i
         metrics = finetune(settings, console, saved)
         take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
-        return _told(parser, error)
+        return _fail(parser, error)
     except KeyboardInterrupt as error:
         console.print(f"{saved}", markup=False)
         return status_of(error)
@@ -121,7 +129,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, saved: Saved) -> i
     return 0
 
 
-def _told(parser: argparse.ArgumentParser, error: Exception) -> int:
+def _fail(parser: argparse.ArgumentParser, error: Exception) -> int:
     print(f"{parser.prog}: error: {error}", file=sys.stderr)
     return 2
 

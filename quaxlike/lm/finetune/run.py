@@ -5,7 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -82,6 +82,87 @@ def _finetune(
     devices: Devices,
     saved: Saved | None,
 ) -> dict[str, dict[str, float]]:
+    settings, task, model, teacher, training, held_out, max_length = _prepare(settings, console, devices)
+    train, data, run = settings.train, settings.data, settings.run
+    take_interrupt()
+    table = summary(model)
+    params, frozen = eqx.partition(model, trainable(model, freeze=["a"] if train.freeze_a else []))
+    trained = sum(x.size for x in jax.tree.leaves(params))
+    console.print(
+        f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
+        f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
+    )
+    if is_quantised(model):
+        native.prepare(console.print)
+    del model
+
+    directory = held.enter_context(
+        contextlib.closing(RunDirectory(settings, saved) if is_main_process() else Follower())
+    )
+    metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
+    if isinstance(train.adapter, Path) and task.compares_with_start:
+        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
+        teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
+    steps = steps_of(train, len(training))
+    job = Training(
+        task, frozen, training, train,
+        steps=steps, max_length=max_length, devices=devices, teacher=teacher,
+    )  # fmt: skip
+    del teacher
+    state = devices.on_host(State(params, job.optimiser.init(params)))
+    first, state = devices.broadcast_from_main(directory.restore(state))
+    state = devices.place_along(state)
+    if first:
+        console.print(
+            f"Resumes after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
+        )
+
+    with on_materialise("error"):
+        before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
+        if not devices.broadcast_from_main(before is not None):
+            before = job.measure(params, held_out)
+            directory.note(step=0, held_out=before)
+        # The previous run might have stopped just after logging this step, but before evaluating it.
+        missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
+        if devices.broadcast_from_main(missing and _evaluates_after(first, steps, run)):
+            measured = job.measure(state.params, held_out)
+            directory.amend(first, held_out=measured)
+            metrics.note(first, held_out=measured)
+        if first < steps:
+            memory = job.memory(state)
+            console.print(f"A step takes {memory}; compiled in {job.program.seconds:.1f} s")
+            metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
+        del params
+        devices.take_interrupt()
+        if first < steps:
+            state = _train(job, state, first, held_out, run, console, devices, directory, metrics)
+        after = job.measure(state.params, held_out)
+        metrics.note(steps, held_out=after)
+    trained = eqx.combine(devices.on_host(state.params), frozen)
+    trained = trained.unstacked() if train.scan_layers else trained  # all processes must call this
+    if is_main_process():
+        take_interrupt()
+        _save(trained, train, run, task, console)
+        if run.merge:
+            take_interrupt()
+            _merge(trained, train, data, run)
+    devices.broadcast_from_main(True)  # only used as a barrier, to wait until all files have been written
+    return {"before": before or {}, "after": after}
+
+
+class _Prepared(NamedTuple):
+    settings: Settings
+    """The settings of the run, together with everything that depends on the data and the model."""
+    task: AbstractTask
+    model: PyTree
+    teacher: PyTree
+    training: list[Example]
+    held_out: list[Example]
+    max_length: int
+
+
+def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepared:
+    """Reads the checkpoint and the data, adds the adapters, and places the model. This writes nothing."""
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
     base, config = _base(train, data, devices)
@@ -121,96 +202,48 @@ def _finetune(
     del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
-    model = devices.place(model)
-    take_interrupt()
-    table = summary(model)
-    params, frozen = eqx.partition(model, trainable(model, freeze=["a"] if train.freeze_a else []))
-    trained = sum(x.size for x in jax.tree.leaves(params))
-    console.print(
-        f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
-        f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
-    )
+    settings = Settings(train, data, run)
+    return _Prepared(settings, task, devices.place(model), teacher, training, held_out, max_length)
 
-    if is_quantised(model):
-        native.prepare(console.print)
 
-    directory = held.enter_context(
-        contextlib.closing(
-            RunDirectory(Settings(train, data, run), saved) if is_main_process() else Follower()
-        )
-    )
-    metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
-    steps = steps_of(train, len(training))
+def _train(
+    job: Training,
+    state: State,
+    first: int,
+    held_out: list[Example],
+    run: RunSettings,
+    console: Console,
+    devices: Devices,
+    directory: RunDirectory | Follower,
+    metrics: Metrics | Follower,
+) -> State:
+    """Trains from the step after `first` to the last one, and logs, evaluates and saves on the way.
 
-    def evaluates(step: int) -> bool:
-        return bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
+    If the run is interrupted then the current step is saved before this raises `KeyboardInterrupt`.
+    """
+    latest = first
+    for step in shown(job.run(state, first), console, first, job.steps):
+        state = step.state
+        entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
+        stop: KeyboardInterrupt | None = None
+        try:
+            devices.take_interrupt()
+            if _evaluates_after(step.number, job.steps, run):
+                entry["held_out"] = job.measure(state.params, held_out)
+        except KeyboardInterrupt as error:  # first save; the resumed run will evaluate
+            stop = error
+        directory.note(step=step.number, **entry)
+        metrics.note(step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds)
+        if stop or step.number - latest >= run.checkpoint_every or step.number == job.steps:
+            directory.save(step.number, devices.on_host(state))
+            latest = step.number
+        if stop:
+            raise stop
+    return state
 
-    del model
-    if isinstance(train.adapter, Path) and task.compares_with_start:
-        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
-        teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
-    job = Training(
-        task, frozen, training, train,
-        steps=steps, max_length=max_length, devices=devices, teacher=teacher,
-    )  # fmt: skip
-    del teacher
-    state = devices.on_host(State(params, job.optimiser.init(params)))
-    first, state = devices.broadcast_from_main(directory.restore(state))
-    state = devices.place_along(state)
-    if first:
-        console.print(
-            f"Resumes after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
-        )
 
-    with on_materialise("error"):
-        before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
-        if not devices.broadcast_from_main(before is not None):
-            before = job.measure(params, held_out)
-            directory.note(step=0, held_out=before)
-        # The previous run might have stopped just after logging this step, but before evaluating it.
-        missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
-        if devices.broadcast_from_main(missing and evaluates(first)):
-            measured = job.measure(state.params, held_out)
-            directory.amend(first, held_out=measured)
-            metrics.note(first, held_out=measured)
-        if first < steps:
-            memory = job.memory(state)
-            console.print(f"A step takes {memory}; compiled in {job.program.seconds:.1f} s")
-            metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
-        del params
-        devices.take_interrupt()
-        latest = first
-        for step in shown(job.run(state, first), console, first, steps) if first < steps else ():
-            state = step.state
-            entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
-            stop: KeyboardInterrupt | None = None
-            try:
-                devices.take_interrupt()
-                if evaluates(step.number):
-                    entry["held_out"] = job.measure(state.params, held_out)
-            except KeyboardInterrupt as error:  # first save; the resumed run will evaluate
-                stop = error
-            directory.note(step=step.number, **entry)
-            metrics.note(
-                step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
-            )
-            if stop or step.number - latest >= run.checkpoint_every or step.number == steps:
-                directory.save(step.number, devices.on_host(state))
-                latest = step.number
-            if stop:
-                raise stop
-        after = job.measure(state.params, held_out)
-        metrics.note(steps, held_out=after)
-    trained = eqx.combine(devices.on_host(state.params), frozen)
-    trained = trained.unstacked() if train.scan_layers else trained  # all processes must call this
-    if is_main_process():
-        take_interrupt()
-        _save(trained, train, run, task, console)
-        if run.merge:
-            take_interrupt()
-            _merge(trained, train, data, run)
-    devices.broadcast_from_main(True)  # only used as a barrier, to wait until all files have been written
-    return {"before": before or {}, "after": after}
+def _evaluates_after(step: int, steps: int, run: RunSettings) -> bool:
+    return bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
 
 
 def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
@@ -266,16 +299,16 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
     return found
 
 
-def _invoking(
+def _with_invocation(
     path: Path, examples: list[Example], invocation: Sequence[int], console: Console
 ) -> list[Example]:
     """Drops examples without the invocation tokens, because the adapter would never be active in them."""
     n = len(invocation)
 
-    def stands(ids: Sequence[int]) -> bool:
+    def invokes(ids: Sequence[int]) -> bool:
         return any(ids[i : i + n] == [*invocation] for i in range(len(ids)))
 
-    found = [example for example in examples if not n or stands(example.texts[0])]
+    found = [example for example in examples if not n or invokes(example.texts[0])]
     if examples and not found:
         raise FinetuneError(
             f"{path}: no example has the tokens {[*invocation]} of --invocation, one after the other, from "
@@ -319,7 +352,7 @@ def read_data(
                 f"{path} ({option}) has no examples{left_out}. Add examples"
                 f"{', or raise --max-length' if empty else ''}."
             )
-        parts.append(_invoking(path, examples, invocation, console))
+        parts.append(_with_invocation(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
     if data.pack:
         if not task.packs:

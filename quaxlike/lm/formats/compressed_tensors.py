@@ -101,19 +101,22 @@ def _group_of(layer: StoredLayer, groups: Mapping[str, Any]) -> Mapping[str, Any
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
-            if target.startswith("re:"):
-                try:
-                    if startmatch(target[3:], layer.name):
-                        return group
-                except PatternError as error:
-                    raise layer.error(None, f"a target is {quoted(target)}: {error}") from None
-            elif target == layer.name:
+            if _is_target(target, layer):
                 return group
-            elif by_class is None and target[:1].isupper():
+            if by_class is None and target[:1].isupper():
                 by_class = group
     if by_class is None:
         raise layer.error(None, "no group in the configuration names it, though it is quantised")
     return by_class
+
+
+def _is_target(target: str, layer: StoredLayer) -> bool:
+    if not target.startswith("re:"):
+        return target == layer.name
+    try:
+        return bool(startmatch(target[3:], layer.name))
+    except PatternError as error:
+        raise layer.error(None, f"a target is {quoted(target)}: {error}") from None
 
 
 def _bits(layer: StoredLayer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> int:

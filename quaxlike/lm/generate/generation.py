@@ -23,7 +23,7 @@ from ..._checked import checked
 from ...arrays.adapted import AdaptedArray, innermost
 from ...core.quaxify import quaxify
 from ...core.values import is_value
-from ...surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
+from ...surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_occurrence
 from ...surgery.trees import difference, named_arrays
 from ..models.decoder import Decoder
 from ..models.mixer import AbstractMemory
@@ -346,7 +346,7 @@ def _next(
 
     def row(i: Any, since: Any, *of_row: Any) -> Any:
         own = choose_adapter(model, i) if stacked else model
-        return quaxify(run)(_acting(own, start, width, since), *of_row)
+        return quaxify(run)(_activated_from(own, start, width, since), *of_row)
 
     of_rows = jnp.arange(rows), since, ids, seen
     if rows == 1:
@@ -542,11 +542,11 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
     if not found:
         return np.full(len(ids), _NEVER, np.int32)
     (tokens,), most = found, ids.shape[1]
-    places = np.asarray([last_place(row, tokens) for row in ids])
-    return np.where(places == most, _NEVER, places).astype(np.int32)
+    starts = np.asarray([last_occurrence(row, tokens) for row in ids])
+    return np.where(starts == most, _NEVER, starts).astype(np.int32)
 
 
-def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
+def _activated_from(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
     """Activates LoRAs from position `since` onwards, for the `count` tokens that start at position
     `start`."""
     return activated(model, lambda _: start + jnp.arange(count) >= since)

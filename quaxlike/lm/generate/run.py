@@ -214,24 +214,24 @@ def _chat(
     **Raises:** `GenerateError` if the template rejects the conversation, or if the conversation is too long.
     """
     ends = sorted({*marks.ends, *marks.answer})
-    talk = _Talk(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
+    session = _Session(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
     if arguments.message is not None:
-        talk.answer(arguments.message)
-        return talk.count
+        session.answer(arguments.message)
+        return session.count
     tell(_HELP)
-    for text in _typed():
+    for text in _typed_messages():
         if text == "/new":
-            talk.messages = talk.beginning()
+            session.messages = session.beginning()
             continue
         try:
-            talk.answer(text)
+            session.answer(text)
         except GenerateError as error:
-            talk.messages.pop()
+            session.messages.pop()
             tell(str(error))
-    return talk.count
+    return session.count
 
 
-def _typed() -> Iterator[str]:
+def _typed_messages() -> Iterator[str]:
     while True:
         try:
             text = input("> ").strip()
@@ -243,7 +243,7 @@ def _typed() -> Iterator[str]:
 
 
 @dataclasses.dataclass
-class _Talk:
+class _Session:
     conversation: Conversation
     tokenizer: TextTokenizer
     template: ChatTemplate

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -51,14 +51,35 @@ class ClassSettings(TaskSettings):
     )  # fmt: skip
 
 
-class Classes(AbstractTask):
+class AbstractClassification(AbstractTask):
+    """A task that predicts labels, which are either those of texts or those of words."""
+
+    labels: Labels = eqx.field(static=True)
+
+    own: ClassVar[type[TaskSettings] | None] = ClassSettings
+    needs_name: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> Self:
+        return cls(model.labels)
+
+    @classmethod
+    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
+        return model.head_parts if isinstance(model, AbstractClassifier) else ()
+
+    def layers(self, model: PyTree) -> Any:
+        return model.layer_list
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, "*tokens labels"]:
+        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
+
+
+class Classes(AbstractClassification):
     """Classification. Rows have the form `{"text": ..., "label": ...}`.
 
     A label can be given by name or by index. For multi-label classification it's a list of these, and for
     regression it can be any number. To classify conversations, use `"messages"` rather than `"text"`.
     """
-
-    labels: Labels = eqx.field(static=True)
 
     help: ClassVar[str] = """\
   ...Classification,  {"text": ..., "label": "a name"}, or its number from 0, a list of labels, or a number
@@ -66,8 +87,6 @@ class Classes(AbstractTask):
 """
     models: ClassVar[str] = "models that classify texts, decoders, BERT and ModernBERT"
     peft_type: ClassVar[str] = "SEQ_CLS"
-    own: ClassVar[type[TaskSettings] | None] = ClassSettings
-    needs_name: ClassVar[bool] = False
 
     @classmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
@@ -102,14 +121,6 @@ class Classes(AbstractTask):
         data = dataclasses.replace(data, task=ClassSettings(names, problem, words))
         return new_head(model, config, train, names, problem, of_tokens=words), data
 
-    @classmethod
-    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "Classes":
-        return cls(model.labels)
-
-    @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        return model.head_parts if isinstance(model, AbstractClassifier) else ()
-
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example:
         if {"chosen", "rejected"} <= fields.keys():
             raise ValueError("'chosen' and 'rejected' are preferences, which --task reward learns")
@@ -139,12 +150,6 @@ class Classes(AbstractTask):
             wanted = "a number" if n == 1 else f"a list of {n} numbers"
             raise ValueError(f"'label' must be {wanted}; found {label!r}")
         return tuple(map(float, values))
-
-    def layers(self, model: PyTree) -> Any:
-        return model.layer_list
-
-    def output(self, model: PyTree, example: Batch) -> Float[Array, " labels"]:
-        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         """Computes the same loss as transformers.

@@ -60,7 +60,7 @@ class Preferences(AbstractTextTask):
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         row = preference_of(fields, has_template=tokens.has_template)
         if isinstance(row["chosen"], list):
-            whole, first = _of_messages(row, tokens)
+            whole, first = _encoded_messages(row, tokens)
         else:
             prompt = tokens.marks.begun(tokens.ids(row["prompt"]))
             ends = [tokens.ids(row[name]) for name in ("chosen", "rejected")]
@@ -111,7 +111,7 @@ class Preferences(AbstractTextTask):
         }
 
 
-def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
+def _encoded_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
     """Tokenises both conversations. Also returns the position at which the answers start in them."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")

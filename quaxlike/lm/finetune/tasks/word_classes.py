@@ -4,28 +4,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from ...folders.labels import Labels
 from ...models import AbstractClassifier
 from ..data import Batch, Example, Tokens
 from ..rows import NO_LABEL, words_of
-from ..settings import DataSettings, TaskSettings, TrainSettings
-from .classes import ClassSettings, number_of, with_settings
-from .task import AbstractTask, cross_entropy
+from ..settings import DataSettings, TrainSettings
+from .classes import AbstractClassification, number_of, with_settings
+from .task import cross_entropy
 
 
-class WordClasses(AbstractTask):
+class WordClasses(AbstractClassification):
     """Token classification. Rows have the form `{"tokens": [...], "ner_tags": [...]}`.
 
     Words are joined by spaces, and then only the first token of each word contributes to the loss. (This is
     the same as in `run_ner.py` in transformers.)
     """
-
-    labels: Labels = eqx.field(static=True)
 
     help: ClassVar[str] = """\
   ...TokenClassification,
@@ -33,8 +29,6 @@ class WordClasses(AbstractTask):
 """
     models: ClassVar[str] = "models that classify tokens"
     peft_type: ClassVar[str] = "TOKEN_CLS"
-    own: ClassVar[type[TaskSettings] | None] = ClassSettings
-    needs_name: ClassVar[bool] = False
 
     @classmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
@@ -45,14 +39,6 @@ class WordClasses(AbstractTask):
         cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
     ) -> tuple[PyTree, DataSettings]:
         return with_settings(model, train, data), data
-
-    @classmethod
-    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "WordClasses":
-        return cls(model.labels)
-
-    @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        return model.head_parts
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         words, tags = words_of(fields)
@@ -66,12 +52,6 @@ class WordClasses(AbstractTask):
         if was_cut and not any(learned) and any(number != NO_LABEL for number in numbers):
             return None
         return Example((ids,), learned, labels, was_cut)
-
-    def layers(self, model: PyTree) -> Any:
-        return model.layer_list
-
-    def output(self, model: PyTree, example: Batch) -> Float[Array, "tokens labels"]:
-        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         learned = batch.learned[:, 0]
