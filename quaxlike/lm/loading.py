@@ -313,8 +313,13 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     writes = isinstance(parsed, DecoderConfig) and not parsed.head
     if writes and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
         config["tie_word_embeddings"] = not parsed.tie_word_embeddings
-    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
-    for name, leaf in named_arrays(skeleton).items():
+    skeleton = named_arrays(eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)))
+    if added := [name for name in arrays if name not in skeleton]:
+        raise CheckpointError(
+            f"The model has {listed(added)}, for which a model with the configuration in {path} has no "
+            "place. If an adapter added biases to layers without any (`lora_bias`), save it as an adapter."
+        )
+    for name, leaf in skeleton.items():
         if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
             raise CheckpointError(
                 f"{name} is of shape {tuple(arrays[name].shape)}, where a model with the configuration in "

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 Messages = Sequence[Mapping[str, Any]]
 
-# We substitute this for the content of a message, to find out where the template puts it. These characters are
+# We substitute this for the content of a message, to find out where the template puts it. Its characters are
 # escaped in Python's notation for lists and objects.
 PROBE = "\ue000probe\ue001"
 _ARGUMENTS = {PROBE: PROBE}

@@ -30,6 +30,9 @@ _ROLES = {
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 
+# The roles that only ask, or give the assistant something to answer.
+_ASKING = ("system", "developer", "user", "tool", "function", "ipython")
+
 _ALPACA = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
     "request."
@@ -93,6 +96,19 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name!r} has value={value!r}; it must be a text")
     others = {name: x for name, x in message.items() if name not in ("from", "value")}
     return {"role": _ROLES[speaker], "content": value, **others}
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` if there are only answers by someone other than the assistant.
+
+    We could treat such a row as having no answers, but then we'd quietly leave out most of the data.
+    """
+    roles = [str(message.get("role")) for message in messages]
+    others = [role for role in roles if role not in _ASKING]
+    if "assistant" not in roles and others:
+        raise ValueError(
+            f"the messages have role={others[0]!r}, and none has role='assistant', whose answers are learned"
+        )
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:

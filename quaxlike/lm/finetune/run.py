@@ -17,7 +17,7 @@ from ...arrays.adapted import AdaptedArray
 from ...core.policy import on_materialise
 from ...core.values import materialise
 from ...files import safetensors
-from ...files.errors import CheckpointError
+from ...files.errors import CheckpointError, listed
 from ...kernels import native
 from ...surgery.adapt import adapt
 from ...surgery.adapters import with_dropout_key
@@ -42,7 +42,7 @@ from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory, Saved
-from .tasks import AbstractTask, begun, kind_for, task_for
+from .tasks import AbstractTask, AbstractTextTask, begun, kind_for, task_for
 from .train import State, Training, steps_of, stored_for
 
 
@@ -114,6 +114,12 @@ def _finetune(
         teacher, _ = _scanned(teacher, train, console)
     model = _adapted(base, task, train, make, invocation)
     _check_written(model, train, task)
+    added = named_arrays(model).keys() - named_arrays(base).keys() - {"lm_head.weight"}
+    if run.merge and added:
+        raise FinetuneError(
+            f"--merge cannot be used with the adapter in {train.adapter}, which adds "
+            f"{listed(sorted(added))}: merged checkpoints have no place for these."
+        )
     if isinstance(train.adapter, Path):
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
@@ -319,6 +325,8 @@ def read_data(
                 f"{path} ({option}) has no examples{left_out}. Add examples"
                 f"{', or raise --max-length' if empty else ''}."
             )
+        if isinstance(task, AbstractTextTask):
+            _warn_of_endless(path, examples, tokens, console)
         parts.append(_invoking(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
     if data.pack:
@@ -338,6 +346,26 @@ def read_data(
             "train without evaluation."
         )
     return training, held_out
+
+
+def _warn_of_endless(path: Path, examples: list[Example], tokens: Tokens, console: Console) -> None:
+    """Warns about texts after which the model wouldn't learn to stop, unless they end because we cut them."""
+    ends = {*tokens.marks.ends, *tokens.marks.answer}
+
+    def learns_end(example: Example) -> bool:
+        return example.was_cut or any(
+            own and token in ends
+            for ids in example.texts
+            for token, own in zip(ids, example.learned, strict=False)
+        )
+
+    if endless := sum(not learns_end(example) for example in examples):
+        console.print(
+            f"Warning: {path}: {endless} of {len(examples)} examples are learned without an end, so that "
+            "generation does not stop: the files of the tokeniser name no eos_token, or the chat template "
+            "writes none after an answer.",
+            markup=False,
+        )
 
 
 def _adapted(

@@ -112,6 +112,12 @@ def load_adapter(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
             f"{hub_hint(directory)}"
         )
+    if (pickle := folder / "adapter_model.bin").is_file() and not (folder / pair.tensors).is_file():
+        raise FileNotFoundError(
+            f"There is no {folder / pair.tensors}, and {pickle.name} is a pickle, which can run any program. "
+            "If you trust it, load it with PEFT and save it again with `PeftModel.save_pretrained`, which "
+            "writes safetensors."
+        )
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
     )

@@ -155,6 +155,10 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
         ),
         ({"conversations": [{"from": "me", "value": "one"}]}, "from='me'; expected one of human, user, gpt"),
         ({"conversations": [{"from": "gpt"}]}, "value=None; it must be a text"),
+        (
+            {"messages": [USER, {"role": "gpt", "content": "two"}]},
+            "have role='gpt', and none has role='assistant'",
+        ),
         ({"messages": [USER, ANSWER], "tools": "f"}, "'tools' must be a list of functions; found 'f'"),
     ],
 )

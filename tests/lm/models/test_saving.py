@@ -118,6 +118,15 @@ def test_types_that_have_no_place(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "quaxlike"])
+def test_biases_that_have_no_place(format, tmp_path):
+    model, _ = load(folder("qwen3"))
+    model = ql.loraify(model, rank=2, where=["q_proj"], lora_bias=True, key=jax.random.key(0))
+    with pytest.raises(CheckpointError, match=r"The model has .*q_proj\.bias.*, for which .* has no place"):
+        save(tmp_path / "out", ql.merge(model), folder("qwen3"), format=format)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_in_several_files_is_not_written_over(tmp_path):
     """Readers would go on to prefer its index."""
     model, _ = load(fixture("peft_llama/base"))

@@ -443,6 +443,10 @@ def test_missing_and_truncated_files(damaged, bases):
     tensors.unlink()
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors"):
         peft.load_adapter(damaged, bases["bert"])
+    (damaged / "adapter_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin is a pickle, .* load it with PEFT"):
+        peft.load_adapter(damaged, bases["bert"])
+    (damaged / "adapter_model.bin").unlink()
     (damaged / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: the configuration is not JSON"):
         peft.load_adapter(damaged, bases["bert"])
