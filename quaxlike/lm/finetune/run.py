@@ -29,7 +29,7 @@ from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays, replace
 from .. import peft
 from .._interrupts import take_interrupt
-from ..adapter_folder import OWN_FILE
+from ..adapter_folder import OWN_FILE, other_tokenizer
 from ..folders.model_config import UnsupportedConfigError
 from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
@@ -124,6 +124,8 @@ def _finetune(
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
         )
+        if warning := other_tokenizer(train.adapter, train.model):
+            console.print(warning, markup=False)
     del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
@@ -385,9 +387,10 @@ def _adapted(
         if not isinstance(model, AbstractDecoder):
             raise FinetuneError("--train-tokens is for decoders.")
         tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
+    target = () if settings.target == ("all-linear",) else settings.target
     options: dict[str, Any] = {
-        "where": list(settings.target) or "all-linear",
-        "exclude": () if settings.target else task.unused(model),
+        "where": list(target) or "all-linear",
+        "exclude": () if target else task.unused(model),
         "modules_to_save": in_full,
         "trainable_token_indices": tokens,
         "key": jax.random.key(settings.seed),

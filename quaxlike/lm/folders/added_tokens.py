@@ -36,9 +36,12 @@ def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
     **Raises:** `CheckpointError` if a token has another number than the one that is next.
     """
     model, added = described.get("model"), described.get("added_tokens") or []
-    vocab = model.get("vocab") if isinstance(model, dict) else None
+    vocab: Any = model.get("vocab") if isinstance(model, dict) else None
     try:
-        numbers = dict(vocab) if isinstance(vocab, dict) else {x: i for i, (x, _) in enumerate(vocab or ())}
+        if isinstance(vocab, dict):
+            numbers = dict(vocab)
+        else:  # the pieces of a unigram model, with their scores
+            numbers = {piece: i for i, (piece, _) in enumerate(list[Any](vocab or []))}
         numbers |= {token["content"]: token["id"] for token in added}
         following = 1 + max(numbers.values(), default=-1)
     except (KeyError, TypeError, ValueError):

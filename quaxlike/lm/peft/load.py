@@ -26,7 +26,7 @@ from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
 from ...arrays.lora import LoraBias, TrainableArray
 from ...core.values import is_value
-from ...files.errors import CheckpointError, file_error, hub_hint
+from ...files.errors import CheckpointError, file_error, hub_hint, listed
 from ...files.tensors import Tensors, open_tensors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
@@ -108,9 +108,10 @@ def load_adapter(
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     pair = files_of(folder)
     if not (config_file := pair.config_path()).is_file():
+        inside = [path.parent.name for path in sorted(folder.glob(f"*/{config_file.name}"))]
+        hint = f" These of its folders hold adapters: {listed(inside)}." if inside else hub_hint(directory)
         raise FileNotFoundError(
-            f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
-            f"{hub_hint(directory)}"
+            f"There is no {config_file}: an adapter's directory must hold {config_file.name}.{hint}"
         )
     if (pickle := folder / "adapter_model.bin").is_file() and not (folder / pair.tensors).is_file():
         raise FileNotFoundError(

@@ -1,5 +1,6 @@
 """Examples and batches of a fine-tuning run."""
 
+import gzip
 import io
 import json
 
@@ -34,6 +35,33 @@ def test_a_file_without_examples_is_named(option, lines, message, tmp_path):
     files = DataSettings(bad) if option == "--data" else DataSettings(good, eval_data=bad)
     with pytest.raises(FinetuneError, match=rf"bad\.jsonl \({option}\) {message}$"):
         read_data(TrainSettings(model), files, NextToken(), tokens, report.console_on(io.StringIO()))
+
+
+def read(path, lines):
+    path.write_bytes(lines)
+    return data.read_examples(path, lambda fields: data.Example(([fields["x"]],))).examples
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("start", [b"", b"\n ", b"\xef\xbb\xbf"])
+def test_a_file_that_is_one_array(start, indent, tmp_path):
+    """As those of Alpaca and ShareGPT."""
+    rows = start + json.dumps([{"x": 1}, {"x": 2}], indent=indent).encode()
+    assert [x.texts for x in read(tmp_path / "data.json", rows)] == [([1],), ([2],)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"x": 1},\n{"x": }]', r"data: not JSON: Expecting value, at line 2, column 7$"),
+        (b'[{"x": 1}, 5]', r"data, row 2: expected a JSON object; found '5'"),
+        (b"PAR1\x00", "the file is Parquet, which `datasets"),
+        (gzip.compress(b"{}"), "the file is compressed by gzip: use the output of `zcat`"),
+    ],
+)
+def test_files_of_other_kinds(content, message, tmp_path):
+    with pytest.raises(FinetuneError, match=message):
+        read(tmp_path / "data", content)
 
 
 def talk(answer):
