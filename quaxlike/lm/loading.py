@@ -253,7 +253,7 @@ def save(
     if isinstance(model, AbstractClassifier):
         config |= model.entries()
         names = _under_own_names(model, names)
-    elif "lm_head.weight" in arrays:
+    elif "lm_head.weight" in arrays and not any(name.endswith("lm_head.weight") for name in names):
         names.append("lm_head.weight")
     config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)

@@ -110,6 +110,16 @@ def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
     assert {*open_tensors(tmp_path / "again")} == {*tensors}
 
 
+def test_names_within_a_wrapper(tmp_path):
+    """As `torch.compile` and `DistributedDataParallel` save them: they are written again with the prefix."""
+    for path in fixture("peft_llama/base").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    tensors = {f"_orig_mod.{key}": x for key, x in open_tensors(fixture("peft_llama/base")).items()}
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    save(tmp_path / "again", load(tmp_path)[0], tmp_path)
+    assert {*open_tensors(tmp_path / "again")} == {*tensors}
+
+
 def test_types_that_have_no_place(tmp_path):
     model, _ = load(folder("qwen3"))
     model = ql.loraify(model, rank=2, where=["q_proj"], key=jax.random.key(0))
