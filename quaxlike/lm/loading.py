@@ -28,7 +28,7 @@ from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import is_quantised, quantizers
-from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
+from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
@@ -473,6 +473,10 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    if "lm_head.weight" in files and "lm_head.weight" not in used:
+        # Some programs keep only one of the names of a tied weight, and choose the other one.
+        embeds = [name for name in used - files.keys() if layer_of(name).rpartition(".")[2] in embeddings()]
+        files = {**files, **dict.fromkeys(embeds, files["lm_head.weight"])}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # some files contain this even though it is tied
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""

@@ -120,6 +120,24 @@ def test_names_within_a_wrapper(tmp_path):
     assert {*open_tensors(tmp_path / "again")} == {*tensors}
 
 
+def test_a_tied_weight_under_the_name_of_the_output_layer(tmp_path):
+    """As `safetensors.torch.save_model` writes it, which keeps the first of both names."""
+    for path in folder("qwen2").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    tensors = {
+        key.replace("model.embed_tokens", "lm_head"): x for key, x in open_tensors(folder("qwen2")).items()
+    }
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    model, _ = load(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, model, load(folder("qwen2"))[0]))
+    save(tmp_path / "again", model, tmp_path)
+    assert {*open_tensors(tmp_path / "again")} == {*tensors}
+    tensors.pop("lm_head.weight")
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"Missing: model\.embed_tokens\.weight"):
+        load(tmp_path)
+
+
 def test_types_that_have_no_place(tmp_path):
     model, _ = load(folder("qwen3"))
     model = ql.loraify(model, rank=2, where=["q_proj"], key=jax.random.key(0))
