@@ -56,7 +56,8 @@ def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
                 name,
                 f"is number {number}; tokenizer.json lacks it, and the next number there is {following}",
             )
-        added.append({"id": following, "content": name, **_FLAGS, **flags})
+        default = _FLAGS | {"normalized": not flags.get("special", True)}
+        added.append({"id": following, "content": name, **default, **flags})
         following += 1
     return {**described, "added_tokens": added}
 
