@@ -13,6 +13,7 @@ from ..files.errors import CheckpointError
 from ..files.json_text import read_json_file
 from .peft import load_adapter
 from .peft.config import files_of
+from .tokenizer import read_templates
 
 #: The name of the file in our own format.
 OWN_FILE = "adapters.safetensors"
@@ -32,6 +33,31 @@ def read_adapter(folder: Path, model: Any) -> Any:
     if not holds_own(folder):
         return load_adapter(folder, model)
     return safetensors.load_adapters(folder / OWN_FILE, model, types=_types_in(folder))
+
+
+def other_tokenizer(adapter: Path, model: Path) -> str:
+    """Returns a warning if the folder of an adapter has another tokeniser or chat template than its model.
+
+    TRL saves both of these next to an adapter, but we always use the model's.
+    """
+    found: list[str] = []
+    if any((adapter / name).is_file() for name in ("tokenizer_config.json", "chat_template.jinja")):
+        own, models = (
+            {name: text.strip() for name, text in read_templates(folder)[0].items()}
+            for folder in (adapter, model)
+        )
+        found += ["chat template"] if own and own != models else []
+    if (adapter / "tokenizer.json").is_file():
+        from .text import TextTokenizer  # not at module level, as it requires the extra `lm`
+
+        number, tokens = TextTokenizer(model).number, TextTokenizer(adapter).tokens
+        found += ["tokeniser"] if any(number(token) != i for token, i in tokens.items()) else []
+    if not found:
+        return ""
+    return (
+        f"Warning: {adapter} has a {' and a '.join(found)} of its own, which the adapter may have been "
+        f"trained with. Those of {model} are used: to use the others, copy them there."
+    )
 
 
 def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:

@@ -28,7 +28,7 @@ from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import is_quantised, quantizers
-from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
+from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
@@ -253,7 +253,7 @@ def save(
     if isinstance(model, AbstractClassifier):
         config |= model.entries()
         names = _under_own_names(model, names)
-    elif "lm_head.weight" in arrays:
+    elif "lm_head.weight" in arrays and not any(name.endswith("lm_head.weight") for name in names):
         names.append("lm_head.weight")
     config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
@@ -313,8 +313,13 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     writes = isinstance(parsed, DecoderConfig) and not parsed.head
     if writes and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
         config["tie_word_embeddings"] = not parsed.tie_word_embeddings
-    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
-    for name, leaf in named_arrays(skeleton).items():
+    skeleton = named_arrays(eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)))
+    if added := [name for name in arrays if name not in skeleton]:
+        raise CheckpointError(
+            f"The model has {listed(added)}, for which a model with the configuration in {path} has no "
+            "place. If an adapter added biases to layers without any (`lora_bias`), save it as an adapter."
+        )
+    for name, leaf in skeleton.items():
         if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
             raise CheckpointError(
                 f"{name} is of shape {tuple(arrays[name].shape)}, where a model with the configuration in "
@@ -468,6 +473,10 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    if "lm_head.weight" in files and "lm_head.weight" not in used:
+        # Some programs keep only one of the names of a tied weight, and choose the other one.
+        embeds = [name for name in used - files.keys() if layer_of(name).rpartition(".")[2] in embeddings()]
+        files = {**files, **dict.fromkeys(embeds, files["lm_head.weight"])}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # some files contain this even though it is tied
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""

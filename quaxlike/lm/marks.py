@@ -42,10 +42,10 @@ class Marks:
         **Raises:** `CheckpointError` if one of them isn't a token.
         """
         special = read_special_tokens(folder)
-        numbers = {name: tokenizer.number(token) for name, token in special.items()}
+        own = tokenizer.number(special["eos_token"]) if "eos_token" in special else None
         begin, end = tokenizer.around
         sources = named_ends(folder, config)
-        if (own := numbers.get("eos_token")) is not None:
+        if own is not None and own < config.get("vocab_size", own + 1):
             sources["tokenizer_config.json"] = [own]
         elif "eos_token" in special and not sources:
             raise CheckpointError(

@@ -44,6 +44,11 @@ class TextTokenizer:
         """Maps each token to its id. (Except for added tokens.)"""
         return self._tokenizer.get_vocab(with_added_tokens=False)
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Maps each token to its id, including added tokens."""
+        return self._tokenizer.get_vocab()
+
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokeniser adds at the start and at the end of a text."""

@@ -9,6 +9,7 @@ from typing import Any
 from .._checked import checked
 from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
+from .folders.added_tokens import SPECIAL, completed_text
 from .folders.companions import hint_for
 from .gguf.container import holds_gguf, open_gguf
 from .gguf.metadata import as_python
@@ -16,10 +17,7 @@ from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
 # The names that special tokens have in GGUF files.
-_TOKENS = {
-    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
-    "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
-}  # fmt: skip
+_TOKENS = dict(zip(SPECIAL, ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), strict=True))
 
 
 @checked
@@ -31,7 +29,8 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     - `path`: either a folder with `tokenizer.json`, or a GGUF file. The latter has a vocabulary in another
         format, so we convert it.
 
-    **Returns:** the contents of `tokenizer.json`.
+    **Returns:** the contents of `tokenizer.json`. If `tokenizer_config.json`, `special_tokens_map.json` or
+    `added_tokens.json` name any tokens that aren't in there, then these are added, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file isn't text, or if
     we don't support the vocabulary of the GGUF file.
@@ -39,7 +38,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     folder = Path(path)
     file = folder / "tokenizer.json"
     if file.is_file():
-        return _text(file)
+        return completed_text(folder, _text(file))
     if not holds_gguf(folder):
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hint_for(path)}")
     gguf = open_gguf(folder)

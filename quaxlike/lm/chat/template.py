@@ -5,6 +5,7 @@ sandbox that has `raise_exception`, `strftime_now` and loop controls, and in whi
 any text that the model is supposed to write. In addition, our sandbox limits the size of texts.
 """
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -18,14 +19,13 @@ from jinja2.ext import Extension, loopcontrols
 
 from ...files.errors import CheckpointError, shortened
 from ..tokenizer import read_templates
+from .forms import PROBE, Forms, Messages
 from .sandbox import Sandbox
 
 _MAX_CHARACTERS = 1 << 23  # for each conversation
-Messages = Sequence[Mapping[str, Any]]
+# Variables that templates expect, but which conversations might not have.
+_UNSET = {"tools": None, "documents": None, "add_generation_prompt": False}
 Render = Callable[[Messages, bool], str]
-
-# We substitute this for the content of a message, to find out where the template puts it.
-_PROBE = "\ue000probe\ue001"
 
 
 class Rendered(NamedTuple):
@@ -58,6 +58,7 @@ class ChatTemplate:
                 "messages."
             )
         environment = _environment()
+        self._forms: dict[str, Forms] = {}
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
             self._names = {name: _names_in(environment, text) for name, text in sources.items()}
@@ -77,14 +78,34 @@ class ChatTemplate:
 
         **Arguments:**
 
-        - `messages`: dictionaries with `"role"`, `"content"` and anything else that the template uses.
+        - `messages`: dictionaries with `"role"`, `"content"` and anything else that the template uses. The
+            content can be a text or a list of texts (`{"type": "text", "text": ...}`), and the arguments of
+            tool calls can be objects or JSON. We convert these if the template only supports the other form.
         - `tools`: the JSON schemas of the functions that the assistant can call.
         - `add_generation_prompt`: whether to end with the prompt for the next answer of the assistant.
         - `variables`: any additional variables that the template uses.
 
         **Raises:** `ValueError` if the template rejects the conversation. The message includes its reason.
         """
-        template = self._templates[self._named(tools)]
+        name = self._named(tools)
+        if name not in self._forms:
+            self._forms[name] = Forms(lambda messages: self._rendered(name, messages).text)
+        forms = self._forms[name]
+        messages = [forms.converted(i, message) for i, message in enumerate(messages)]
+        variables |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self._rendered(name, kept, **variables)
+        except ValueError:  # some templates ask whether there is a null in place of the content
+            nulls = [{"content": None} if "content" in m and m["content"] is None else {} for m in messages]
+            with contextlib.suppress(ValueError):
+                if any(nulls):
+                    kept = [message | null for message, null in zip(kept, nulls, strict=True)]
+                    return self._rendered(name, kept, **variables)
+            raise
+
+    def _rendered(self, name: str, messages: Messages, **variables: Any) -> Rendered:
+        template = self._templates[name]
         spans: list[tuple[int, int]] = []
         blocks: list[str] = []
 
@@ -94,12 +115,10 @@ class ChatTemplate:
             return text
 
         length = 0
-        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             for block in template.generate(
-                **{**self._special, **variables}, messages=kept, tools=tools, documents=None,
-                add_generation_prompt=add_generation_prompt, _generation=generation,
-            ):  # fmt: skip
+                {**_UNSET, **self._special, **variables, "messages": messages, "_generation": generation}
+            ):
                 blocks.append(block)
                 if (length := length + len(block) + 1) > _MAX_CHARACTERS:
                     raise ValueError(f"it makes more than {_MAX_CHARACTERS:,} characters of it")
@@ -297,7 +316,9 @@ def _closing(render: Render, messages: Messages) -> str:
 
 def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -> int:
     """Finds the start of an answer by comparing the full text with the prompt."""
-    prompt = render(messages[:i], True) if i else ""
+    if not i:
+        return _start_of_first(render, messages, whole)
+    prompt = render(messages[:i], True)
     if whole.startswith(prompt) and len(prompt) >= after:
         return len(prompt)
     # Both the text and the prompt contain the end of the previous message, and then the answer's header.
@@ -305,11 +326,29 @@ def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
     )
-    pairs = zip(whole[end:], prompt[end_in_prompt:], strict=False)
-    agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    agreed = _agreed(whole[end:], prompt[end_in_prompt:])
     if not agreed or end < after:
         raise _NotFoundError
     return end + agreed
+
+
+def _start_of_first(render: Render, messages: Messages, whole: str) -> int:
+    """Finds the start of an answer that nothing was asked before."""
+    try:
+        if (prompt := render([], True)) and whole.startswith(prompt):
+            return len(prompt)
+    except ValueError:  # the template needs at least one message
+        pass
+    if not messages[0].get("content"):
+        raise _NotFoundError
+    other = render([{**messages[0], "content": PROBE}, *messages[1:]], False)
+    return _agreed(whole, other)
+
+
+def _agreed(one: str, other: str) -> int:
+    """Returns the number of characters at the start that two texts have in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _end(render: Render, messages: Messages, i: int, whole: str, start: int, closing: str) -> int:
@@ -330,14 +369,14 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
     """Finds the end of a message's content. We require that the text after it doesn't depend on it."""
-    if i < 0 or not isinstance(messages[i].get("content"), str):
+    if i < 0 or messages[i].get("content") is None:
         raise _NotFoundError
     text = render(messages, prompt)
-    changed = [{**m, "content": _PROBE} if j == i else m for j, m in enumerate(messages)]
+    changed = [{**m, "content": PROBE} if j == i else m for j, m in enumerate(messages)]
     other = render(changed, prompt)
-    if (at := other.find(_PROBE)) < 0:
+    if (at := other.find(PROBE)) < 0:
         raise _NotFoundError
-    behind = other[at + len(_PROBE) :]
+    behind = other[at + len(PROBE) :]
     if not text.endswith(behind):
         raise _NotFoundError
     return len(text) - len(behind)

@@ -2,8 +2,9 @@
 
 import bisect
 import functools
+import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class Examples(NamedTuple):
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file that has one JSON object per line. Empty lines are skipped.
+    """Reads a file that has one JSON object per line, or is a JSON array of objects. Empty lines are skipped.
 
     `encode` converts each object to an example. If no part of it that we could train on is left after
     truncation then it should return None.
@@ -159,24 +160,13 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
     examples: list[Example] = []
     empty = without_answer = 0
     with open_data(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:  # don't use its message, which counts lines differently
-                raise FinetuneError(
-                    f"{path}:{number}: not JSON: {error.msg}, at column {error.colno}"
-                ) from None
-            except (ValueError, RecursionError) as error:
-                raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
+        for where, fields in _rows_of(path, file):
             if not isinstance(fields, dict):
-                found = line.decode(errors="replace")[:60]  # JSON can also be UTF-16
-                raise FinetuneError(f"{path}:{number}: expected a JSON object; found {found!r}")
+                raise FinetuneError(f"{where}: expected a JSON object; found {json.dumps(fields)[:60]!r}")
             try:
                 example = encode(fields)
             except ValueError as error:
-                raise FinetuneError(f"{path}:{number}: {error}") from None
+                raise FinetuneError(f"{where}: {error}") from None
             if example is None:
                 empty += 1
             elif example.learned and not any(example.learned):
@@ -185,6 +175,44 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 examples.append(example)
     cut = sum(example.was_cut for example in examples) + empty
     return Examples(examples, cut, empty, without_answer)
+
+
+_OTHER_FILES = {
+    b"PAR1": "Parquet, which `datasets.load_dataset(...).to_json(...)` converts",
+    b"\x1f\x8b": "compressed by gzip: use the output of `zcat`, for example as `--data -`",
+    b"PK\x03\x04": "a ZIP archive: unpack it",
+    b"(\xb5/\xfd": "compressed by zstd: use the output of `zstdcat`, for example as `--data -`",
+}
+
+
+def _rows_of(path: Path, file: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
+    """Parses the rows of a file: either one per line, or all of them as a single JSON array.
+
+    Also returns where each of them is, for error messages.
+    """
+    start = file.read(256)
+    file.seek(0)
+    if kind := next((x for magic, x in _OTHER_FILES.items() if start.startswith(magic)), None):
+        raise FinetuneError(f"{path}: expected lines of JSON; the file is {kind}.")
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):  # UTF-8 files can begin with a mark
+        rows = _from_json(str(path), file.read())
+        yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, start=1))
+        return
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, _from_json(where, line)
+
+
+def _from_json(where: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        # Its message would count the lines of what we passed, which might just be one of them.
+        line = "" if error.lineno == 1 else f"line {error.lineno}, "
+        raise FinetuneError(f"{where}: not JSON: {error.msg}, at {line}column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise FinetuneError(f"{where}: not JSON: {error}") from None
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:

@@ -30,6 +30,9 @@ _ROLES = {
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 
+# The roles that only ask, or give the assistant something to answer.
+_ASKING = ("system", "developer", "user", "tool", "function", "ipython")
+
 _ALPACA = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
     "request."
@@ -38,12 +41,12 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises `ValueError` if there is an entry that we don't use, unless it's null or in `WITHOUT_EFFECT`.
+    """Raises `ValueError` if there is an entry that we don't use, unless it's empty or in `WITHOUT_EFFECT`.
 
     We could just ignore any such entry, but then the model might not be trained on what the user intended.
     """
     for name, value in fields.items():
-        if value is not None and name not in used and name not in WITHOUT_EFFECT:
+        if value not in (None, "", [], {}) and name not in used and name not in WITHOUT_EFFECT:
             there = ", ".join(x for x in used if x in fields)
             free = ", ".join(x for x in used if x not in fields)
             rename = f", or give it one of the names {free}" if free else ""
@@ -78,6 +81,12 @@ def _is_message(x: Any) -> bool:
 
 
 def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    if (calls := message.get("tool_calls")) is not None:
+        found = _from_json(calls)
+        found = [*map(_from_json, found)] if isinstance(found, list) else [found]
+        if not all(isinstance(call, dict) for call in found):
+            raise ValueError(f"{name!r} has tool_calls={calls!r}; it must be a list of objects")
+        message = {**message, "tool_calls": found}
     if "from" not in message:
         return message
     speaker, value = message["from"], message.get("value")
@@ -87,6 +96,19 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name!r} has value={value!r}; it must be a text")
     others = {name: x for name, x in message.items() if name not in ("from", "value")}
     return {"role": _ROLES[speaker], "content": value, **others}
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` if there are only answers by someone other than the assistant.
+
+    We could treat such a row as having no answers, but then we'd quietly leave out most of the data.
+    """
+    roles = [str(message.get("role")) for message in messages]
+    others = [role for role in roles if role not in _ASKING]
+    if "assistant" not in roles and others:
+        raise ValueError(
+            f"the messages have role={others[0]!r}, and none has role='assistant', whose answers are learned"
+        )
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +128,23 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """Converts a row to one of just three formats: messages, prompt and completion, or text.
 
-    ShareGPT conversations and Alpaca instructions both become messages. However if there is no chat template,
-    then instructions become prompts in Stanford Alpaca's format instead.
+    ShareGPT conversations, Alpaca instructions, and prompts and completions that are lists of messages (as in
+    TRL) all become messages. However if there is no chat template, then instructions become prompts in
+    Stanford Alpaca's format instead.
     """
     fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError("'chosen' and 'rejected' are preferences, which --task dpo learns")
+    # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
+    talk = form == "prompt" and (
+        _is_talk(fields["prompt"]) or not isinstance(fields.get("completion", ""), str)
+    )
     used: tuple[str, ...] = {
         "messages": ("messages", *_OF_MESSAGES),
         "conversations": ("conversations", "system", *_OF_MESSAGES),
         "instruction": (*_OF_INSTRUCTION, "output", *_OF_MESSAGES),
-        "prompt": ("prompt", "completion"),
+        "prompt": ("prompt", "completion", *(_OF_MESSAGES if talk else ())),
         "text": ("text",),
     }[form]
     needed = {"text": "text", "prompt": "completion", "instruction": "output"}.get(form)
@@ -136,7 +163,17 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
         if isinstance(question, str):
             return {"prompt": question, "completion": output}
         return {**fields, "messages": [*question, _answer(output)]}
+    if talk:  # only the completion is learned, even if the prompt contains answers too
+        prompt, completion = _part(fields, "prompt"), _part(fields, "completion")
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        completion = [_answer(completion)] if isinstance(completion, str) else completion
+        return {**fields, "messages": [*not_learned(prompt), *completion]}
     return fields
+
+
+def not_learned(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Excludes all of the assistant's answers from the loss."""
+    return [{**m, "weight": 0} if m.get("role") == "assistant" else {**m} for m in messages]
 
 
 def _without_nulls(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -287,7 +324,7 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
     instruction, and an answer can be a single message or a text.
     """
     fields = _without_nulls(fields)
-    chosen, rejected = (_answers(fields, name) for name in ("chosen", "rejected"))
+    chosen, rejected = (_part(fields, name) for name in ("chosen", "rejected"))
     form = next((x for x in ("prompt", "conversations", "instruction") if x in fields), None)
     asked: tuple[str, ...] = {
         None: ("prompt", "conversations", "instruction"),
@@ -322,8 +359,11 @@ def _is_talk(value: Any) -> bool:
     return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
 
 
-def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """Parses an answer, which is a text or a list of messages. (A single message doesn't need a list.)"""
+def _part(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
+    """Parses a part of a conversation, which is a text or a list of messages.
+
+    A single message doesn't need a list.
+    """
     found = fields.get(name)
     if _is_message(alone := _from_json(found)):
         return [_message(name, alone)]

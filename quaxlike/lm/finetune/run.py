@@ -17,7 +17,7 @@ from ...arrays.adapted import AdaptedArray
 from ...core.policy import on_materialise
 from ...core.values import materialise
 from ...files import safetensors
-from ...files.errors import CheckpointError
+from ...files.errors import CheckpointError, listed
 from ...kernels import native
 from ...surgery.adapt import adapt
 from ...surgery.adapters import with_dropout_key
@@ -29,7 +29,7 @@ from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays, replace
 from .. import peft
 from .._interrupts import take_interrupt
-from ..adapter_folder import OWN_FILE
+from ..adapter_folder import OWN_FILE, other_tokenizer
 from ..folders.model_config import UnsupportedConfigError
 from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
@@ -42,7 +42,7 @@ from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory, Saved
-from .tasks import AbstractTask, begun, kind_for, task_for
+from .tasks import AbstractTask, AbstractTextTask, begun, kind_for, task_for
 from .train import State, Training, steps_of, stored_for
 
 
@@ -195,10 +195,18 @@ def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepare
         teacher, _ = _scanned(teacher, train, console)
     model = _adapted(base, task, train, make, invocation)
     _check_written(model, train, task)
+    added = named_arrays(model).keys() - named_arrays(base).keys() - {"lm_head.weight"}
+    if run.merge and added:
+        raise FinetuneError(
+            f"--merge cannot be used with the adapter in {train.adapter}, which adds "
+            f"{listed(sorted(added))}: merged checkpoints have no place for these."
+        )
     if isinstance(train.adapter, Path):
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
         )
+        if warning := other_tokenizer(train.adapter, train.model):
+            console.print(warning, markup=False)
     del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
@@ -352,6 +360,8 @@ def read_data(
                 f"{path} ({option}) has no examples{left_out}. Add examples"
                 f"{', or raise --max-length' if empty else ''}."
             )
+        if isinstance(task, AbstractTextTask):
+            _warn_of_endless(path, examples, tokens, console)
         parts.append(_with_invocation(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
     if data.pack:
@@ -373,6 +383,26 @@ def read_data(
     return training, held_out
 
 
+def _warn_of_endless(path: Path, examples: list[Example], tokens: Tokens, console: Console) -> None:
+    """Warns about texts after which the model wouldn't learn to stop, unless they end because we cut them."""
+    ends = {*tokens.marks.ends, *tokens.marks.answer}
+
+    def learns_end(example: Example) -> bool:
+        return example.was_cut or any(
+            own and token in ends
+            for ids in example.texts
+            for token, own in zip(ids, example.learned, strict=False)
+        )
+
+    if endless := sum(not learns_end(example) for example in examples):
+        console.print(
+            f"Warning: {path}: {endless} of {len(examples)} examples are learned without an end, so that "
+            "generation does not stop: the files of the tokeniser name no eos_token, or the chat template "
+            "writes none after an answer.",
+            markup=False,
+        )
+
+
 def _adapted(
     model: PyTree, task: AbstractTask, settings: TrainSettings, make: Any, invocation: list[int]
 ) -> PyTree:
@@ -390,9 +420,10 @@ def _adapted(
         if not isinstance(model, AbstractDecoder):
             raise FinetuneError("--train-tokens is for decoders.")
         tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
+    target = () if settings.target == ("all-linear",) else settings.target
     options: dict[str, Any] = {
-        "where": list(settings.target) or "all-linear",
-        "exclude": () if settings.target else task.unused(model),
+        "where": list(target) or "all-linear",
+        "exclude": () if target else task.unused(model),
         "modules_to_save": in_full,
         "trainable_token_indices": tokens,
         "key": jax.random.key(settings.seed),

@@ -14,7 +14,7 @@ from ...files.errors import CheckpointError, ErrorAboutFiles
 from ...kernels import native
 from ...sharding.meshes import mesh_from_text
 from .._interrupts import interrupts_deferred, take_interrupt
-from ..adapter_folder import read_adapter
+from ..adapter_folder import other_tokenizer, read_adapter
 from ..chat import ChatTemplate
 from ..folders.model_config import UnsupportedConfigError
 from ..loading import load
@@ -109,6 +109,8 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
             f"{arguments.model} holds {type(model).__name__}, which is no decoder that writes texts."
         )
     if arguments.adapter is not None:
+        if warning := other_tokenizer(arguments.adapter, arguments.model):
+            tell(warning)
         model = read_adapter(arguments.adapter, model)
     if arguments.cache is not None:
         found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...files.errors import CheckpointError, file_error, quoted
 from ...files.json_text import read_json_file
+from ..folders.added_tokens import completed
 
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -227,7 +228,7 @@ def vocabulary_of(
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"There is no {path}, which GGUF takes the tokeniser from.")
-    described = read_json_file(path, "the tokeniser")
+    described = completed(folder, read_json_file(path, "the tokeniser"))
     vocab, merges = _model(path, described)
     tokens, kinds, added = _tokens(path, described, vocab, rows)
     if described["model"].get("byte_fallback"):

@@ -26,7 +26,7 @@ from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
 from ...arrays.lora import LoraBias, TrainableArray
 from ...core.values import is_value
-from ...files.errors import CheckpointError, file_error, hub_hint
+from ...files.errors import CheckpointError, file_error, hub_hint, listed
 from ...files.tensors import Tensors, open_tensors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
@@ -108,9 +108,16 @@ def load_adapter(
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     pair = files_of(folder)
     if not (config_file := pair.config_path()).is_file():
+        inside = [path.parent.name for path in sorted(folder.glob(f"*/{config_file.name}"))]
+        hint = f" These of its folders hold adapters: {listed(inside)}." if inside else hub_hint(directory)
         raise FileNotFoundError(
-            f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
-            f"{hub_hint(directory)}"
+            f"There is no {config_file}: an adapter's directory must hold {config_file.name}.{hint}"
+        )
+    if (pickle := folder / "adapter_model.bin").is_file() and not (folder / pair.tensors).is_file():
+        raise FileNotFoundError(
+            f"There is no {folder / pair.tensors}, and {pickle.name} is a pickle, which can run any program. "
+            "If you trust it, load it with PEFT and save it again with `PeftModel.save_pretrained`, which "
+            "writes safetensors."
         )
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
@@ -215,7 +222,8 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
     from the file and its configuration. Models support untying by implementing `with_separate_head`. By
     default, PEFT only modifies the layer that is named, not the layer it is tied to. With
     `ensure_weight_tying`, or for trained tokens, PEFT modifies both of them in the same way, and the file
-    might contain this change either once or twice.
+    might contain this change either once or twice. However, DoRA's magnitudes are never shared, as they are
+    of the columns of an embedding but of the rows of an output layer.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -233,7 +241,8 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
             f"{others[0]} has a change of its own: that is not supported",
         )
     changed_apart = bool(others) or not file.has_one_embedding()
-    apart = changed_apart and not config.option("ensure_weight_tying")
+    own_magnitudes = any(_is_head(layer) and "magnitude" in keys for layer, keys in file.adapters.items())
+    apart = changed_apart and (own_magnitudes or not config.option("ensure_weight_tying"))
     if apart or (of_head and of_head != of_embedding):
         return config, separated()
     file.drop_head()
@@ -441,6 +450,9 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
         targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
         targets = [layer for layer in modules if config.targets(layer)]
+    if config.option("ensure_weight_tying") and any(_is_head(x) or _is_embedding(x) for x in targets):
+        # PEFT then adapts both layers. Unless they differ, we have already left out the output layer.
+        targets += [x for x in modules if _is_head(x) and x in file.adapters and x not in targets]
     named = config.option("target_parameters") or ()
     for layer in names.layers:
         parameter = layer if layer in names.parameters else f"{layer}.weight"

@@ -21,6 +21,12 @@ CASES = {
     "lora on head": {"target_modules": ["q_proj", "lm_head"]},
     "lora on both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "lora on both alike": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "dora on embedding": {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+    "dora on both alike": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "ensure_weight_tying": True,
+        "use_dora": True,
+    },
     "embedding saved": {"modules_to_save": ["embed_tokens"]},
     "head saved": {"modules_to_save": ["lm_head"]},
     "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},

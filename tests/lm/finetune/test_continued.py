@@ -139,6 +139,17 @@ def test_what_is_no_adapter_to_go_on_with(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_biases_that_a_merged_model_has_no_place_for(run, tmp_path):
+    """They are refused before hours of training."""
+    base = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)
+    model = ql.loraify(load_model(base)[0], rank=2, where=["q_proj"], lora_bias=True, key=jax.random.key(0))
+    peft.save_adapter(tmp_path / "first", model)
+    status, told = run("llama", "text", f"--adapter={tmp_path / 'first'}", "--merge")
+    assert status == 2
+    assert "which adds model.layers.0.self_attn.q_proj.bias" in told
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("option", ["--rank=4", "--target=q_proj", "--train-tokens=4", "--dora"])
 def test_what_the_folder_settles(option, tmp_path, capsys):
     with pytest.raises(SystemExit):

@@ -1,5 +1,6 @@
 """Examples and batches of a fine-tuning run."""
 
+import gzip
 import io
 import json
 
@@ -9,8 +10,9 @@ import pytest
 from quaxlike.lm.finetune import data, report
 from quaxlike.lm.finetune.run import read_data
 from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, TrainSettings
-from quaxlike.lm.finetune.tasks import NextToken
+from quaxlike.lm.finetune.tasks import NextToken, Preferences
 from tests.lm.finetune.test_finetune import LINES, checkpoint, count, write
+from tests.lm.test_marks import E, tokeniser
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -33,6 +35,59 @@ def test_a_file_without_examples_is_named(option, lines, message, tmp_path):
     files = DataSettings(bad) if option == "--data" else DataSettings(good, eval_data=bad)
     with pytest.raises(FinetuneError, match=rf"bad\.jsonl \({option}\) {message}$"):
         read_data(TrainSettings(model), files, NextToken(), tokens, report.console_on(io.StringIO()))
+
+
+def read(path, lines):
+    path.write_bytes(lines)
+    return data.read_examples(path, lambda fields: data.Example(([fields["x"]],))).examples
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("start", [b"", b"\n ", b"\xef\xbb\xbf"])
+def test_a_file_that_is_one_array(start, indent, tmp_path):
+    """As those of Alpaca and ShareGPT."""
+    rows = start + json.dumps([{"x": 1}, {"x": 2}], indent=indent).encode()
+    assert [x.texts for x in read(tmp_path / "data.json", rows)] == [([1],), ([2],)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"x": 1},\n{"x": }]', r"data: not JSON: Expecting value, at line 2, column 7$"),
+        (b'[{"x": 1}, 5]', r"data, row 2: expected a JSON object; found '5'"),
+        (b"PAR1\x00", "the file is Parquet, which `datasets"),
+        (gzip.compress(b"{}"), "the file is compressed by gzip: use the output of `zcat`"),
+    ],
+)
+def test_files_of_other_kinds(content, message, tmp_path):
+    with pytest.raises(FinetuneError, match=message):
+        read(tmp_path / "data", content)
+
+
+def talk(answer):
+    return [{"role": "user", "content": "one"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "ends", "told"),
+    [
+        (NextToken(), [{"text": "one two"}, {"prompt": "one", "completion": "two"}], [], "2 of 2"),
+        (NextToken(), [{"text": "one two"}, {"prompt": "one", "completion": "two"}], [E], ""),
+        (NextToken(), [{"text": count(0, 80)}], [], ""),  # it is cut
+        (NextToken(), [{"messages": talk(x)} for x in ("two", "two </s>")], [E], "1 of 2"),
+        (Preferences(), [{"chosen": talk("two"), "rejected": talk("three")}], [E], "1 of 1"),
+        (Preferences(), [{"chosen": talk("two </s>"), "rejected": talk("three </s>")}], [E], ""),
+    ],
+)
+def test_texts_without_an_end_are_told(task, rows, ends, told, tmp_path):
+    """A model that learns none does not stop."""
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokens = tokeniser(tmp_path, "$A", {"eos_token_id": ends}, tokenizer_config={"chat_template": template})
+    console, path = report.console_on(io.StringIO()), write(tmp_path / "data.jsonl", rows)
+    read_data(TrainSettings(tmp_path), DataSettings(path, held_out=0), task, tokens, console)
+    warned = console.file.getvalue()
+    assert ("are learned without an end" in warned) == bool(told)
+    assert f"Warning: {path}: {told}" in warned or not told
 
 
 def test_batches_go_through_each_epoch_once():

@@ -58,10 +58,41 @@ OTHER = {"role": "assistant", "content": "three"}
         ({"instruction": "one", "output": "two", "history": []}, TALK),
         ({"messages": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, TALK),
         ({"messages": [USER, ANSWER], "prompt": [USER]}, TALK),
+        ({"prompt": [USER], "completion": [ANSWER]}, TALK),
+        ({"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER]), "tools": []}, TALK),
+        ({"prompt": [USER], "completion": "two"}, TALK),
+        ({"prompt": "one", "completion": ANSWER}, TALK),
+        (
+            {"prompt": [USER, OTHER, USER], "completion": [ANSWER]},
+            f"user one </s> assistant three </s> {TALK}",
+        ),
+        ({"messages": [USER, ANSWER], "images": [], "label": ""}, TALK),
     ],
 )
 def test_conversations_of_all_forms(row, text, tokens):
     assert read(tokens, NextToken().encode(row, tokens)) == ([text], ["two </s>"])
+
+
+def test_a_prompt_that_is_a_text_has_a_completion_of_any_json(tokens):
+    completion = json.dumps([{"role": "one", "content": "two"}])
+    (text,), (learned,) = read(
+        tokens, NextToken().encode({"prompt": "one", "completion": completion}, tokens)
+    )
+    assert text == f"<s> one {learned}"
+    assert "two" in learned
+
+
+@pytest.mark.parametrize("form", [lambda x: x, json.dumps, lambda x: [*map(json.dumps, x)]])
+def test_calls_of_tools(form, tokens, tmp_path):
+    """They can be JSON, as in columns of a table."""
+    call = "{% for call in m.tool_calls %}{{ call.function.name }} {% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("{{ m.content }} ", call))
+    calls = [{"type": "function", "function": {"name": "three", "arguments": "{}"}}]
+    row = {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": form(calls)}]}
+    assert read(tokens, NextToken().encode(row, tokens))[1] == ["three </s>"]
+    row["messages"][1]["tool_calls"] = "three"
+    with pytest.raises(ValueError, match=r"'messages' has tool_calls='three'; it must be a list of objects"):
+        NextToken().encode(row, tokens)
 
 
 def test_weights_of_conversations(tokens):
@@ -124,6 +155,10 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
         ),
         ({"conversations": [{"from": "me", "value": "one"}]}, "from='me'; expected one of human, user, gpt"),
         ({"conversations": [{"from": "gpt"}]}, "value=None; it must be a text"),
+        (
+            {"messages": [USER, {"role": "gpt", "content": "two"}]},
+            "have role='gpt', and none has role='assistant'",
+        ),
         ({"messages": [USER, ANSWER], "tools": "f"}, "'tools' must be a list of functions; found 'f'"),
     ],
 )

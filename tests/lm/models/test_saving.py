@@ -110,11 +110,48 @@ def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
     assert {*open_tensors(tmp_path / "again")} == {*tensors}
 
 
+def test_names_within_a_wrapper(tmp_path):
+    """As `torch.compile` and `DistributedDataParallel` save them: they are written again with the prefix."""
+    for path in fixture("peft_llama/base").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    tensors = {f"_orig_mod.{key}": x for key, x in open_tensors(fixture("peft_llama/base")).items()}
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    save(tmp_path / "again", load(tmp_path)[0], tmp_path)
+    assert {*open_tensors(tmp_path / "again")} == {*tensors}
+
+
+def test_a_tied_weight_under_the_name_of_the_output_layer(tmp_path):
+    """As `safetensors.torch.save_model` writes it, which keeps the first of both names."""
+    for path in folder("qwen2").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    tensors = {
+        key.replace("model.embed_tokens", "lm_head"): x for key, x in open_tensors(folder("qwen2")).items()
+    }
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    model, _ = load(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, model, load(folder("qwen2"))[0]))
+    save(tmp_path / "again", model, tmp_path)
+    assert {*open_tensors(tmp_path / "again")} == {*tensors}
+    tensors.pop("lm_head.weight")
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"Missing: model\.embed_tokens\.weight"):
+        load(tmp_path)
+
+
 def test_types_that_have_no_place(tmp_path):
     model, _ = load(folder("qwen3"))
     model = ql.loraify(model, rank=2, where=["q_proj"], key=jax.random.key(0))
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is of type LoraArray; .* Merge adapters"):
         save(tmp_path / "out", model, folder("qwen3"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "quaxlike"])
+def test_biases_that_have_no_place(format, tmp_path):
+    model, _ = load(folder("qwen3"))
+    model = ql.loraify(model, rank=2, where=["q_proj"], lora_bias=True, key=jax.random.key(0))
+    with pytest.raises(CheckpointError, match=r"The model has .*q_proj\.bias.*, for which .* has no place"):
+        save(tmp_path / "out", ql.merge(model), folder("qwen3"), format=format)
     assert not (tmp_path / "out").exists()
 
 

@@ -170,6 +170,9 @@ def test_round_trip(name, adapter_name, tmp_path):
     model = ql.loraify(net, rank=2, alpha=6, key=jax.random.key(1), **ROUND_TRIPS[name])
     peft.save_adapter(tmp_path, model, adapter_name=adapter_name)
     assert (tmp_path / ("adapter_config.json" if adapter_name == "default" else "other")).exists()
+    if adapter_name != "default":
+        with pytest.raises(FileNotFoundError, match=r"These of its folders hold adapters: other\."):
+            peft.load_adapter(tmp_path, net)
     again = peft.load_adapter(tmp_path, net, adapter_name=adapter_name)
     assert tree_equal(again, model)
     # An adapter takes the place of another.
@@ -443,6 +446,10 @@ def test_missing_and_truncated_files(damaged, bases):
     tensors.unlink()
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors"):
         peft.load_adapter(damaged, bases["bert"])
+    (damaged / "adapter_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model\.bin is a pickle, .* load it with PEFT"):
+        peft.load_adapter(damaged, bases["bert"])
+    (damaged / "adapter_model.bin").unlink()
     (damaged / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: the configuration is not JSON"):
         peft.load_adapter(damaged, bases["bert"])

@@ -51,6 +51,12 @@ def _copies(layer, w, base):
 
 
 _CHANGE = 2 * (B @ A).T
+# DoRA's magnitudes are of the columns of an embedding, and of the rows of an output layer.
+_OF_COLUMNS, _OF_ROWS = (1 + _DRAW(n).astype(np.float32) ** 2 for n in (_SIZE, _N))
+_DORA = {f"{_EMBEDDING}.lora_magnitude_vector": _OF_COLUMNS, f"{_HEAD}.lora_magnitude_vector": _OF_ROWS}
+_UNIT_COLUMNS, _UNIT_ROWS = (
+    (E + _CHANGE) / np.linalg.norm(E + _CHANGE, axis=axis, keepdims=True) for axis in (0, 1)
+)
 #: Tensors and options of a resized model, tied or not; its embedding and output layer.
 UNTIED = {
     "resized": (_beneath(""), {}, E, H),
@@ -73,6 +79,10 @@ TIED = {
     "lora on both alike": ({**_LORA, **_LORA_OF_HEAD, **_beneath(".base_layer", E, E)},
                            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
                            E + _CHANGE, None),
+    "dora on both alike": ({**_LORA, **_LORA_OF_HEAD, **_DORA, **_beneath(".base_layer", E, E)},
+                           {"target_modules": ["embed_tokens"], "ensure_weight_tying": True,
+                            "use_dora": True},
+                           _OF_COLUMNS * _UNIT_COLUMNS, _OF_ROWS[:, None] * _UNIT_ROWS),
     "embedding saved": ({**_copies(_EMBEDDING, TRAINED, E), "lm_head.weight": E},
                         {"modules_to_save": ["embed_tokens"]}, TRAINED, E),
     "head saved": ({**_copies(_HEAD, TRAINED, E), f"{_EMBEDDING}.weight": E},
@@ -101,6 +111,7 @@ def _write(folder, tensors, options):
     """An adapter with a LoRA on one layer besides."""
     layer, zeros = "model.layers.0.self_attn.q_proj", np.zeros((_RANK, _SIZE), np.float32)
     tensors = {**tensors, f"{layer}.lora_A.weight": zeros, f"{layer}.lora_B.weight": zeros.T}
+    tensors |= {f"{layer}.lora_magnitude_vector": np.ones(_SIZE, np.float32)} if "use_dora" in options else {}
     folder.mkdir(exist_ok=True)
     write_tensors(
         folder / "adapter_model.safetensors", {f"base_model.model.{k}": x for k, x in tensors.items()}, {}

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 from ..settings import DataSettings, FinetuneError, TrainSettings
 from .classes import Classes, ClassSettings
 from .distillation import Distillation, DistillationSettings
-from .next_token import NextToken
+from .next_token import AbstractTextTask, NextToken
 from .pairs import Pairs
 from .preferences import Preferences, PreferenceSettings
 from .rewards import Rewards, RewardSettings
@@ -18,6 +18,7 @@ from .word_classes import WordClasses
 __all__ = [
     "TASKS",
     "AbstractTask",
+    "AbstractTextTask",
     "ClassSettings",
     "Classes",
     "Distillation",

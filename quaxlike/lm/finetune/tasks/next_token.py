@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ...folders.companions import modules_of
 from ...models import Decoder
 from ..data import Batch, Example, Tokens
-from ..rows import messages_of, normal, template_options, text_of
+from ..rows import check_roles, messages_of, normal, template_options, text_of
 from ..settings import DataSettings, TrainSettings
 from .task import AbstractTask, cross_entropy
 
@@ -36,8 +36,9 @@ class NextToken(AbstractTextTask):
 
     Which tokens contribute to the loss depends on the format of the row. For `{"text": ...}` it's the whole
     text, for `{"prompt": ..., "completion": ...}` it's the completion, and for `{"messages": [...]}` it's
-    every turn of the assistant. In the latter case you can add `"tools"` and `"chat_template_kwargs"`. We
-    also support the formats of ShareGPT and Alpaca.
+    every turn of the assistant. In the latter case you can add `"tools"` and `"chat_template_kwargs"`, and
+    likewise if the prompt and completion are lists of messages. We also support the formats of ShareGPT and
+    Alpaca.
     """
 
     chunk: int = 0
@@ -61,15 +62,16 @@ class NextToken(AbstractTextTask):
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         fields = normal(fields, has_template=tokens.has_template)
         if "messages" in fields:
-            talk = tokens.chat.learned(messages_of(fields), **template_options(fields))
+            messages = messages_of(fields)
+            check_roles(messages)
+            talk = tokens.chat.learned(messages, **template_options(fields))
             ids, learned = tokens.spans(*talk)
             return learned_part(ids, learned, tokens.max_length)
-        for name in ("prompt", "completion", "text"):
-            if isinstance(fields.get(name), list):
-                raise ValueError(
-                    f"{name!r} must be a text; found a list. A conversation, with the answers in it, is one "
-                    "list under the name 'messages'"
-                )
+        if isinstance(fields.get("text"), list):
+            raise ValueError(
+                "'text' must be a text; found a list. A conversation, with the answers in it, is one list "
+                "under the name 'messages'"
+            )
         if "prompt" in fields:
             prompt = tokens.marks.begun(tokens.ids(text_of(fields, "prompt")))
             learned_from = max(1, len(prompt))

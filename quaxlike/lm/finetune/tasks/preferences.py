@@ -14,7 +14,7 @@ from ...._arguments import number
 from ....arrays.adapted import innermost
 from ....core.values import is_value
 from ..data import Batch, Example, Tokens
-from ..rows import preference_of, template_options
+from ..rows import not_learned, preference_of, template_options
 from ..settings import DataSettings, TaskSettings, TrainSettings, option
 from .next_token import AbstractTextTask, chunk_of, cross_entropy_of_text
 
@@ -115,7 +115,7 @@ def _encoded_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list
     """Tokenises both conversations. Also returns the position at which the answers start in them."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
-    prompt = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in row["prompt"]]
+    prompt = not_learned(row["prompt"])
     options, found = template_options(row), []
     for name in ("chosen", "rejected"):
         ids, learned = tokens.spans(*tokens.chat.learned([*prompt, *row[name]], **options))

@@ -1,0 +1,109 @@
+"""The forms in which a chat template takes the parts of a message.
+
+The content of a message can be a text, or a list of parts such as `{"type": "text", "text": ...}`. Likewise,
+the arguments of a tool call can be an object, or JSON as a text. Data has either, but many templates support
+only one of them. With the other one, most don't fail. Instead they write Python's notation for a list, escape
+the JSON once more, or leave out the content altogether. So we find out what a template does by rendering
+short conversations, and then convert messages.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Messages = Sequence[Mapping[str, Any]]
+
+# We substitute this for the content of a message, to find out where the template puts it. Its characters are
+# escaped in Python's notation for lists and objects.
+PROBE = "\ue000probe\ue001"
+_ARGUMENTS = {PROBE: PROBE}
+_ROLES = ("system", "user", "assistant")
+
+
+class _Form(NamedTuple):
+    """Which of the two forms a template supports."""
+
+    text: bool
+    other: bool
+
+
+class Forms:
+    """The forms that a template takes. `render` should raise `ValueError` if it rejects a conversation."""
+
+    def __init__(self, render: Callable[[Messages], str]) -> None:
+        def shown(message: Mapping[str, Any], form: Callable[[str], bool]) -> bool:
+            before = [] if message["role"] != "assistant" else [{"role": "user", "content": "question"}]
+            after = [{"role": "user", "content": "question"}] if message["role"] == "system" else []
+            try:
+                return form(render([*before, message, *after]))
+            except ValueError:
+                return False
+
+        def of_content(role: str) -> _Form:
+            def is_content(text: str) -> bool:
+                return PROBE in text and "'type'" not in text and '"type"' not in text
+
+            contents = (PROBE, [{"type": "text", "text": PROBE}])
+            return _Form(*(shown({"role": role, "content": content}, is_content) for content in contents))
+
+        def of_arguments() -> _Form:
+            written = json.dumps(_ARGUMENTS, ensure_ascii=False)
+            tests: tuple[tuple[Any, Callable[[str], bool]], ...] = (
+                (written, lambda text: written in text),
+                (_ARGUMENTS, lambda text: PROBE in text),
+            )
+            found = []
+            for arguments, test in tests:
+                function = {"name": "name", "arguments": arguments}
+                calls = [{"id": "123456789", "type": "function", "function": function}]
+                message = {"role": "assistant", "tool_calls": calls}
+                # Some templates only look for calls if there is no content, and some need an empty one.
+                found.append(any(shown({**message, "content": x}, test) for x in ("", None)))
+            return _Form(*found)
+
+        self._content = {role: of_content(role) for role in _ROLES}
+        self._arguments = of_arguments()
+
+    def converted(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Converts a message to the forms that the template takes.
+
+        **Raises:** `ValueError` if the content has a part that isn't text, such as an image.
+        """
+        out = dict(message)
+        form = self._content.get(str(message.get("role")), self._content["user"])
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [_text_of(i, part) for part in content]
+            if form.text and not form.other:
+                out["content"] = "".join(texts)
+        elif isinstance(content, str) and form.other and not form.text:
+            out["content"] = [{"type": "text", "text": content}]
+        if isinstance(calls := message.get("tool_calls"), list):
+            out["tool_calls"] = [self._with_arguments(call) for call in calls]
+        return out
+
+    def _with_arguments(self, call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(function := call.get("function"), Mapping):
+            return {**call, "function": self._with_arguments(function)}
+        arguments, form = call.get("arguments"), self._arguments
+        if isinstance(arguments, str) and form.other and not form.text:
+            try:
+                read = json.loads(arguments)
+            except (ValueError, RecursionError):
+                return call
+            return {**call, "arguments": read} if isinstance(read, dict) else call
+        if isinstance(arguments, dict) and form.text and not form.other:
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return call
+
+
+def _text_of(i: int, part: Any) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise ValueError(
+            f"message {i} has a part of type {kind!r} in its content; only texts are supported, which are "
+            '{"type": "text", "text": ...}'
+        )
+    return part["text"]

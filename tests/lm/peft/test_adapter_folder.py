@@ -1,0 +1,45 @@
+"""What else is in the folder of an adapter."""
+
+import json
+import shutil
+
+import pytest
+
+from quaxlike.lm.adapter_folder import other_tokenizer
+from tests.lm.test_marks import tokeniser
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+    tokeniser(tmp_path / "model", "$A", tokenizer_config={"chat_template": "{{ messages }}"})
+    return tmp_path / "adapter", tmp_path / "model"
+
+
+def test_the_tokeniser_of_the_model(folders):
+    """It is used without a word if the adapter has none, or the same."""
+    adapter, model = folders
+    assert other_tokenizer(adapter, model) == ""
+    shutil.copytree(model, adapter, dirs_exist_ok=True)
+    assert other_tokenizer(adapter, model) == ""
+    (adapter / "tokenizer_config.json").write_text("{}")
+    (adapter / "chat_template.jinja").write_text("{{ messages }}\n")
+    assert other_tokenizer(adapter, model) == ""
+
+
+def test_another_template(folders):
+    adapter, model = folders
+    (adapter / "chat_template.jinja").write_text("{{ messages[0] }}")
+    warning = other_tokenizer(adapter, model)
+    assert f"{adapter} has a chat template of its own" in warning
+    assert f"Those of {model} are used" in warning
+
+
+def test_tokens_that_were_added(folders):
+    adapter, model = folders
+    tokeniser(adapter, "$A")
+    described = json.loads((adapter / "tokenizer.json").read_text())
+    described["added_tokens"].append({**described["added_tokens"][0], "id": 7, "content": "<new>"})
+    (adapter / "tokenizer.json").write_text(json.dumps(described))
+    assert "has a tokeniser of its own" in other_tokenizer(adapter, model)
