@@ -137,14 +137,14 @@ def load(
             "Models compute in bfloat16, float16, float32, or with jax_enable_x64 in float64; found "
             f"dtype={dtype!r}."
         )
-    chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
+    chosen = quantizers(skeleton, **{"head": head, "compute": compute, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
         """Converts a weight (or just some of its rows) to the array that is used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
-        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         if compute is not None and isinstance(leaf, AbstractQuantizedArray):
             leaf = _computed(name, leaf, compute)
+        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
     def replicated(name: str, leaf: Any) -> None:

@@ -1,7 +1,6 @@
 """`quantize`: replaces a model's weights by quantised arrays."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,35 +10,32 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import checked, did_you_mean
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.layout import Layout
 from ..arrays.quantized import (
-    CODECS,
     AbstractQuantizedArray,
-    BlockArray,
-    FP4Array,
-    Int4Array,
-    Int8Array,
-    NF4Array,
 )
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
-from .recipes import RECIPE_FILES, RECIPES, Recipe, SchemeOfWeight, choices, from_file, told_scheme
+from .recipes import (
+    RECIPE_FILES,
+    RECIPES,
+    SCHEMES,
+    Recipe,
+    SchemeOfWeight,
+    choices,
+    from_file,
+    require_options,
+    require_scheme,
+    told_scheme,
+)
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
 from .weight_axes import MATRIX
-
-_TYPES: dict[str, Callable[..., Any]] = {
-    "nf4": NF4Array.quantize,
-    "fp4": FP4Array.quantize,
-    "int8": Int8Array.quantize,
-    "int4": Int4Array.quantize,
-}
-_SCHEMES = {name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS} | _TYPES
 
 
 @checked
@@ -102,7 +98,9 @@ def quantize(
     - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
         it is tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the type's `quantize` method: `block_size`, `double_quant`, `axis`,
-        `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes.
+        `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes. Recipes contain
+        their own options, so only `compute` can be passed beside one; it applies to each rule which doesn't
+        have its own.
 
     **Returns:**
 
@@ -110,10 +108,11 @@ def quantize(
 
     **Raises:**
 
-    `ValueError` if the scheme is unknown, if a pattern matches nothing (the message includes close matches),
-    if a rule in a recipe has no effect, if a weight is neither a dense array nor an adapter over one, if a
-    layer is missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but
-    the model has no output layer.
+    `TypeError` if the scheme doesn't have an option. `ValueError` if the scheme is unknown, if a pattern
+    matches nothing (the message includes close matches), if a rule in a recipe has no effect or an option
+    that its scheme doesn't have, if a weight is neither a dense array nor an adapter over one, if a layer is
+    missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but the
+    model has no output layer.
 
     !!! example
 
@@ -163,11 +162,14 @@ def choices_of(
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     head: bool = False,
+    compute: str | None = None,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
     """Returns the scheme that `quantize` would choose for each weight."""
     records = records_of(model, layout)
     if isinstance(scheme, str) and not is_recipe(scheme):
+        scheme_options |= {} if compute is None else {"compute": compute}
+        require_options(require_scheme(scheme), scheme_options)
         chosen = select_matrices(model, records, where, exclude, head)
         rule = where if isinstance(where, str) else "where"
         return {name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()}
@@ -178,8 +180,16 @@ def choices_of(
             "beside it. Write a rule for it."
         )
     if isinstance(scheme, str):
-        return choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
-    return choices(model, records, scheme, exclude)
+        found = choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
+    else:
+        found = choices(model, records, scheme, exclude)
+    if compute is None:
+        return found
+    # This isn't about how weights are stored, so it goes with any recipe. A rule can say otherwise.
+    return {
+        name: dataclasses.replace(choice, options={"compute": compute, **choice.options})
+        for name, choice in found.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,21 +395,6 @@ def is_recipe_file(text: str | Path) -> bool:
     return Path(text).suffix in RECIPE_FILES
 
 
-def require_scheme(name: str, *, recipes: bool = True) -> str:
-    """Checks that a scheme or recipe of this name exists, and returns the name.
-
-    **Raises:** `ValueError` if it doesn't; the message includes close matches.
-    """
-    if name in _SCHEMES or (recipes and name in RECIPES):
-        return name
-    hint = did_you_mean(name.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
-    schemes = ", ".join([*_TYPES, *(codec for codec in CODECS if codec not in _TYPES)])
-    raise ValueError(
-        f"quantize has no scheme {name!r}.{hint} The schemes are {schemes}; the recipes are "
-        f"{', '.join(RECIPES)}."
-    )
-
-
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight in blocks along its inputs.
 
@@ -423,7 +418,14 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             f"{name} is of type {type(w).__name__}; quantize takes dense arrays and adapters over them. "
             "Leave it out with `exclude`."
         )
-    quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
+    order = _stored_order(layout, len(w.shape))
+
+    def quantized(w: Any, **options: Any) -> Any:
+        try:
+            return SCHEMES[scheme](w, **options)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
     stacked = len(layout.batch_shape(tuple(w.shape)))
     if stacked and options.get("double_quant"):  # Don't share nested scales between the layers of a stack.
         options = {"stacked": stacked} | options
