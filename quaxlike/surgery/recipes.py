@@ -108,7 +108,8 @@ def choices(
                 require_options(require_scheme(name, recipes=False), options)
             selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"The rule {_text(where)!r}: {error}") from None
+            rule, told = repr(_text(where)), str(error)
+            raise ValueError(told if told.startswith(rule) else f"The rule {rule}: {told}") from None
         new = {path: record for path, record in selected.items() if path not in seen}
         if selected and not new and not is_general:
             earlier = ", ".join(dict.fromkeys(repr(seen[path]) for path in selected))
