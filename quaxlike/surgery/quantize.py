@@ -305,7 +305,7 @@ def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> 
 @checked
 def fake_quantize(
     model: PyTree,
-    scheme: str = "nf4",
+    scheme: str | Recipe = "nf4",
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),

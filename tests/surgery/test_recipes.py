@@ -87,6 +87,11 @@ def test_rounded_inputs_go_with_recipes(mlp, recipe):
     assert tree_equal(ql.quantize(mlp, ql.summary(model).recipe), model)
 
 
+def test_fake_quantisation_follows_recipes(mlp):
+    expected = ql.materialise(ql.quantize(mlp, MIXED))
+    assert tree_equal(ql.fake_quantize(mlp, MIXED), expected)
+
+
 def test_options_are_checked_without_recipes(mlp):
     with pytest.raises(TypeError, match=r"'nf4' has no option 'blocksize'. Did you mean 'block_size'"):
         ql.quantize(mlp, "nf4", blocksize=32)
