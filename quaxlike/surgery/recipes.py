@@ -103,13 +103,17 @@ def choices(
     seen, found = dict[str, str](), dict[str, SchemeOfWeight]()
     for where, scheme in recipe.items():
         name, options = _scheme_of(where, scheme)
+        rule = repr(_text(where))
         try:
             if name is not None:
                 require_options(require_scheme(name, recipes=False), options)
-            selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
         except (TypeError, ValueError) as error:
-            rule, told = repr(_text(where)), str(error)
-            raise ValueError(told if told.startswith(rule) else f"The rule {rule}: {told}") from None
+            raise ValueError(f"The rule {rule}: {error}") from None
+        try:
+            selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
+        except ValueError as error:
+            told = str(error)
+            raise ValueError(told if told.startswith(rule) else f"The rule {rule}: {told}") from error
         new = {path: record for path, record in selected.items() if path not in seen}
         if selected and not new and not is_general:
             earlier = ", ".join(dict.fromkeys(repr(seen[path]) for path in selected))
@@ -156,6 +160,8 @@ def _text(where: Any) -> str:
         return where
     if callable(where):
         return getattr(where, "__name__", type(where).__name__)
+    if not isinstance(where, Sequence) or not where:
+        return str(where)
     return where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
 
 

@@ -30,6 +30,18 @@ def test_each_weight_follows_the_first_rule_that_selects_it(mlp):
     np.testing.assert_allclose(ql.quaxify(model)(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@wrong_types
+def test_names_of_another_type(mlp):
+    with pytest.raises(TypeError, match="takes a sequence of names as where; found 3"):
+        ql.quantize(mlp, {3: "nf4"})
+    with pytest.raises(TypeError, match="of the caller's own"):
+        ql.quantize(mlp, {_fails: "nf4"})
+
+
+def _fails(name, leaf):
+    raise TypeError("of the caller's own")
+
+
 def test_callables_select_as_well(mlp):
     model = ql.quantize(mlp, {lambda name, leaf: leaf.shape == (32, 64): "int8"})
     kinds = [type(layer.weight) is ql.Int8Array for layer in model.layers]
