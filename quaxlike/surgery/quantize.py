@@ -46,7 +46,7 @@ def quantize(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
-    calibrate: Mapping[str, ArrayLike] | None = None,
+    calibrate: Mapping[str, ArrayLike | None] | None = None,
     activations: str | None = None,
     maxima: Mapping[str, ArrayLike] | None = None,
     rounds_gradients: bool = False,
@@ -84,7 +84,7 @@ def quantize(
         [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the layer's
         outputs. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then used
         to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
-        Default: round to the nearest codes.
+        If an entry is None, then that weight is rounded. Default: round to the nearest codes.
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
         also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
         typically faster, because GPUs have specialised units for it. Gradients and adapters still use the
@@ -296,9 +296,14 @@ def _with_activations(
         raise ValueError(f"{name}: {error}") from None
 
 
-def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
+def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike | None]) -> Any:
     if name not in moments:
-        raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
+        raise ValueError(
+            f"calibrate has no moments for {name}; it has those for {', '.join(moments)}. Pass None for it "
+            "to round it to the nearest codes."
+        )
+    if moments[name] is None:
+        return q
     return on_innermost(lambda q: fit(name, innermost(w), q, moments[name]), q)
 
 
