@@ -263,10 +263,13 @@ class AdaptedArray(GradientsArray):
 
 
 def number(x: Any, shape: Sequence[int] = ()) -> Any:
-    """Converts to float32. Python numbers become NumPy arrays, whose values are known even when tracing."""
+    """Converts to float32. Python numbers become NumPy arrays, whose values are known even when tracing.
+
+    The result isn't weakly typed, since compiled functions distinguish this.
+    """
     if isinstance(x, (int, float, np.number)):
         return np.full(shape, x, np.float32)
-    return x if x.dtype == np.float32 else x.astype(np.float32)
+    return x if x.dtype == np.float32 and not getattr(x, "weak_type", False) else x.astype(np.float32)
 
 
 def with_numbers_of(x: _Self, like: AdaptedArray) -> _Self:
@@ -297,8 +300,13 @@ def numbers_as_arrays(x: AdaptedArray) -> None:
         if type(value) is np.ndarray and value.ndim == 0:
             if shape := _trained_batch(x):
                 object.__setattr__(x, name, np.full(shape, value))
-            elif compat.is_eval_trace(compat.current_trace()):
-                object.__setattr__(x, name, _on_device(value))
+            else:
+                object.__setattr__(x, name, _unless_tracing(value))
+
+
+def _unless_tracing(value: np.ndarray) -> Any:
+    """Moves a number to the device, unless something is being traced, as its value would then be unknown."""
+    return _on_device(value) if compat.is_eval_trace(compat.current_trace()) else value
 
 
 # It's faster to pass a device array to a compiled function than a NumPy array. This is the fastest way of
@@ -336,7 +344,7 @@ def _with_numbers(x: AdaptedArray, fields: dict[str, Any]) -> dict[str, Any]:
         return {**dict.fromkeys(x.numbers), **fields}
     for name in x.numbers:
         if type(fields.get(name)) in (int, float) or isinstance(fields.get(name), np.number):
-            fields = {**fields, name: number(fields[name], np.shape(getattr(x, name)))}
+            fields = {**fields, name: _unless_tracing(number(fields[name], np.shape(getattr(x, name))))}
     return fields
 
 

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
         from .loading import is_published, load, save
         from .peft import save_gguf_adapter
     target, text = arguments.target, arguments.quantize
-    to_gguf, own = target.suffix == ".gguf", False
+    to_gguf, own = target.suffix.lower() == ".gguf", False
     if arguments.adapter_only and (arguments.adapter is None or text is not None or not to_gguf):
         parser.error("--adapter-only must be used with --adapter and a file OUT.gguf, and without --quantize")
     try:

@@ -137,14 +137,14 @@ def load(
             "Models compute in bfloat16, float16, float32, or with jax_enable_x64 in float64; found "
             f"dtype={dtype!r}."
         )
-    chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
+    chosen = quantizers(skeleton, **{"head": head, "compute": compute, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
         """Converts a weight (or just some of its rows) to the array that is used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
-        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         if compute is not None and isinstance(leaf, AbstractQuantizedArray):
             leaf = _computed(name, leaf, compute)
+        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
     def replicated(name: str, leaf: Any) -> None:
@@ -241,10 +241,16 @@ def save(
         raise ValueError(f"models.save writes format='safetensors', 'gguf' or 'quaxlike'; found {format!r}.")
     if quantize is not None and format != "gguf":
         raise ValueError(f"quantize={quantize!r} is for format='gguf'; call `quaxlike.quantize` before.")
+    path = Pair(source).config_path()
+    if format != "gguf" and holds_gguf(source) and not path.is_file():
+        raise CheckpointError(
+            f"{source} is a GGUF file, whose tokeniser and settings are only written to other GGUF files: "
+            "use format='gguf', or a directory of the same model as the source."
+        )
     if format == "gguf" and holds_gguf(source):
         config = dict(open_checkpoint(source).config)
     else:
-        config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
+        config = text_tower(read_json_file(path, "the configuration"))
     model = unstacked(model)
     mixture = None if quantize is None else mixture_of(model, quantize)
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
@@ -345,6 +351,12 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
             f"{hint_for(directory)}"
         )
     weights = open_checkpoint(directory)
+    kind = weights.metadata.get("general.type", "model") if weights.format == "gguf" else "model"
+    if kind != "model":
+        raise CheckpointError(
+            f"{directory} is a GGUF file of type {quoted(kind)} rather than a model. An adapter is read from "
+            "the directory that PEFT or quaxlike wrote."
+        )
     path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):

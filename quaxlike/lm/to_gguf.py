@@ -41,7 +41,7 @@ def save_gguf(
     **Raises:** `CheckpointError` if llama.cpp would compute different results or tokenise differently, in
     which case nothing is written.
     """
-    if path.suffix != ".gguf":
+    if path.suffix.lower() != ".gguf":
         if any(path.glob("*.safetensors*")):
             raise CheckpointError(
                 f"{path} holds safetensors, which readers prefer; name a .gguf file instead."

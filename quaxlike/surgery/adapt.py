@@ -16,7 +16,7 @@ from ..arrays.layout import Layout
 from ..arrays.lora import TrainableArray, TrainableRows, in_float32
 from ..core.values import is_value
 from .records import Layouts, Record, records_of, require_layout
-from .select import Where, select_matrices
+from .select import Where, select, select_matrices
 from .trees import map_arrays, named_arrays, replace, suggestion
 
 
@@ -151,6 +151,14 @@ def weights_to_adapt(
     targets = select_matrices(model, records, where, exclude)
     arrays = {name: record.array for name, record in records.items()}
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
+    heads = {
+        name: TrainableArray(x.array)
+        for name, x in records.items()
+        if x.in_head and jnp.issubdtype(x.array.dtype, jnp.floating)
+    }
+    if heads:
+        named = {*targets, *(select(model, exclude, layout=layout) if exclude else ())}
+        inside |= {name: x for name, x in heads.items() if name not in named}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
     if embedding in targets:  # If both are selected, then keep them tied, so that they share an adapter.

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -242,7 +241,7 @@ def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     first, *_ = adapters = adapters[0].alike(adapters)
     parts = {part: [getattr(x, part) for x in adapters] for part in _parts(first)}
-    own = {name for name in parts if name not in first.numbers or not _are_equal(parts[name])}
+    own = {name for name in parts if name not in first.numbers or parts[name][0] is not None}
     out = first.replace(**{name: jnp.stack(parts[name]) for name in own})
     if out.shape != (len(adapters), *first.shape):
         kind = type(first).__name__
@@ -251,16 +250,6 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
             f"of {len(adapters)}, `{kind}.materialise` makes an array of shape {out.shape}."
         )
     return out
-
-
-def _are_equal(numbers: Sequence[Any]) -> bool:
-    """Returns whether several adapters are known to have the same value.
-
-    If so, then we only need to store it once. We can't tell if any of the values are traced.
-    """
-    if any(isinstance(x, jax.core.Tracer) for x in numbers):
-        return False
-    return all(np.array_equal(x, numbers[0]) for x in numbers)
 
 
 def _combined(

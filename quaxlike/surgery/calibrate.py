@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,6 +40,14 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     scales, it can also be just the diagonal of this sum, of shape `(in,)`, i.e. each input's importance.
     """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
+    if not isinstance(moments, jax.core.Tracer):
+        squares = np.asarray(moments)
+        squares = np.diagonal(squares) if squares.ndim == 2 else squares
+        if not np.all((squares >= 0) & np.isfinite(squares)):
+            raise ValueError(
+                f"{name}: moments are sums of squares, which are finite and not negative; found "
+                f"{squares.min()} to {squares.max()}. Look for NaN or infinity among the inputs."
+            )
     if jnp.ndim(moments) < 2:
         return _by_importance(name, dense, like, moments, searches)
     stored = jnp.transpose(dense, [like.permutation.index(i) for i in range(dense.ndim)])

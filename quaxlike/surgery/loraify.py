@@ -78,7 +78,8 @@ def loraify(
         used.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components.
-    - `modules_to_save`: modules to train directly, given by the last components of their names.
+    - `modules_to_save`: modules to train directly, given by the last components of their names. As in
+        PEFT, the head of a classifier is always among them, unless `where` or `exclude` names it.
     - `bias`: which biases to train: `"all"`, `"lora_only"` (only in adapted layers) or `"none"`. Default:
         `"none"`.
     - `lora_bias`: whether to add a bias to each adapter. Default: False.

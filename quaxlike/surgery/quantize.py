@@ -1,7 +1,6 @@
 """`quantize`: replaces a model's weights by quantised arrays."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,28 +10,32 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import checked, did_you_mean
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.layout import Layout
 from ..arrays.quantized import (
-    CODECS,
     AbstractQuantizedArray,
-    BlockArray,
 )
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
-from .recipes import RECIPE_FILES, RECIPES, TYPES, Recipe, SchemeOfWeight, choices, from_file, scheme_text
+from .recipes import (
+    RECIPE_FILES,
+    RECIPES,
+    SCHEMES,
+    Recipe,
+    SchemeOfWeight,
+    choices,
+    from_file,
+    require_options,
+    require_scheme,
+    scheme_text,
+)
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
 from .weight_axes import MATRIX
-
-_SCHEMES: dict[str, Callable[..., Any]] = {
-    **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
-    **{name: cls.quantize for name, cls in TYPES.items()},
-}
 
 
 @checked
@@ -43,7 +46,7 @@ def quantize(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
-    calibrate: Mapping[str, ArrayLike] | None = None,
+    calibrate: Mapping[str, ArrayLike | None] | None = None,
     activations: str | None = None,
     maxima: Mapping[str, ArrayLike] | None = None,
     rounds_gradients: bool = False,
@@ -81,7 +84,7 @@ def quantize(
         [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the layer's
         outputs. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then used
         to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
-        Default: round to the nearest codes.
+        If an entry is None, then that weight is rounded. Default: round to the nearest codes.
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
         also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
         typically faster, because GPUs have specialised units for it. Gradients and adapters still use the
@@ -95,7 +98,9 @@ def quantize(
     - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
         it is tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the type's `quantize` method: `block_size`, `double_quant`, `axis`,
-        `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes.
+        `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes. Recipes contain
+        their own options, so only `compute` can be passed beside one; it applies to each rule which doesn't
+        have its own.
 
     **Returns:**
 
@@ -103,10 +108,11 @@ def quantize(
 
     **Raises:**
 
-    `ValueError` if the scheme is unknown, if a pattern matches nothing (the message includes close matches),
-    if a rule in a recipe has no effect, if a weight is neither a dense array nor an adapter over one, if a
-    layer is missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but
-    the model has no output layer.
+    `TypeError` if the scheme doesn't have an option. `ValueError` if the scheme is unknown, if a pattern
+    matches nothing (the message includes close matches), if a rule in a recipe has no effect or an option
+    that its scheme doesn't have, if a weight is neither a dense array nor an adapter over one, if a layer is
+    missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but the
+    model has no output layer.
 
     !!! example
 
@@ -156,11 +162,14 @@ def choices_of(
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     head: bool = False,
+    compute: str | None = None,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
     """Returns the scheme that `quantize` would choose for each weight."""
     records = records_of(model, layout)
     if isinstance(scheme, str) and not is_recipe(scheme):
+        scheme_options |= {} if compute is None else {"compute": compute}
+        require_options(require_scheme(scheme), scheme_options)
         chosen = select_matrices(model, records, where, exclude, head)
         rule = where if isinstance(where, str) else "where"
         return {name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()}
@@ -171,8 +180,16 @@ def choices_of(
             "beside it. Write a rule for it."
         )
     if isinstance(scheme, str):
-        return choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
-    return choices(model, records, scheme, exclude)
+        found = choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
+    else:
+        found = choices(model, records, scheme, exclude)
+    if compute is None:
+        return found
+    # This isn't about how weights are stored, so it goes with any recipe. A rule can say otherwise.
+    return {
+        name: dataclasses.replace(choice, options={"compute": compute, **choice.options})
+        for name, choice in found.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,16 +296,21 @@ def _with_activations(
         raise ValueError(f"{name}: {error}") from None
 
 
-def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
+def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike | None]) -> Any:
     if name not in moments:
-        raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
+        raise ValueError(
+            f"calibrate has no moments for {name}; it has those for {', '.join(moments)}. Pass None for it "
+            "to round it to the nearest codes."
+        )
+    if moments[name] is None:
+        return q
     return on_innermost(lambda q: fit(name, innermost(w), q, moments[name]), q)
 
 
 @checked
 def fake_quantize(
     model: PyTree,
-    scheme: str = "nf4",
+    scheme: str | Recipe = "nf4",
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
@@ -378,21 +400,6 @@ def is_recipe_file(text: str | Path) -> bool:
     return Path(text).suffix in RECIPE_FILES
 
 
-def require_scheme(name: str, *, recipes: bool = True) -> str:
-    """Checks that a scheme or recipe of this name exists, and returns the name.
-
-    **Raises:** `ValueError` if it doesn't; the message includes close matches.
-    """
-    if name in _SCHEMES or (recipes and name in RECIPES):
-        return name
-    hint = did_you_mean(name.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
-    schemes = ", ".join([*TYPES, *(codec for codec in CODECS if codec not in TYPES)])
-    raise ValueError(
-        f"quantize has no scheme {name!r}.{hint} The schemes are {schemes}; the recipes are "
-        f"{', '.join(RECIPES)}."
-    )
-
-
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight in blocks along its inputs.
 
@@ -416,7 +423,14 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             f"{name} is of type {type(w).__name__}; quantize takes dense arrays and adapters over them. "
             "Leave it out with `exclude`."
         )
-    quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
+    order = _stored_order(layout, len(w.shape))
+
+    def quantized(w: Any, **options: Any) -> Any:
+        try:
+            return SCHEMES[scheme](w, **options)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
     stacked = len(layout.batch_shape(tuple(w.shape)))
     if stacked and options.get("double_quant"):  # Don't share nested scales between the layers of a stack.
         options = {"stacked": stacked} | options

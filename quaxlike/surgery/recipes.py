@@ -1,6 +1,8 @@
 """Recipes for `quantize`, i.e. mappings from weights to schemes."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import re
@@ -9,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from .._checked import checked
+from .._checked import checked, did_you_mean
 from ..arrays.adapted import innermost
 from ..arrays.quantized import (
     CODECS,
@@ -28,6 +30,46 @@ from .select import Where, output_layer, select_matrices
 Scheme = str | tuple[str, Mapping[str, Any]] | None
 #: A mapping from values of `where` to schemes. If several rules select a weight, then the first is used.
 Recipe = Mapping[Any, Scheme]
+
+_TYPES: dict[str, type[AbstractQuantizedArray]] = {
+    "nf4": NF4Array, "fp4": FP4Array, "int8": Int8Array, "int4": Int4Array,
+}  # fmt: skip
+#: Functions that quantise an array, by the names of schemes.
+SCHEMES: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
+    **{name: kind.quantize for name, kind in _TYPES.items()},
+}
+# The scheme itself says the codec.
+_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(AbstractQuantizedArray.quantize).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "codec"
+]
+
+
+def require_scheme(name: str, *, recipes: bool = True) -> str:
+    """Checks that a scheme or recipe of this name exists, and returns the name.
+
+    **Raises:** `ValueError` if it doesn't; the message includes close matches.
+    """
+    known = [*SCHEMES, *(RECIPES if recipes else ())]
+    if name in known:
+        return name
+    if name in RECIPES:
+        raise ValueError(f"{name!r} is a recipe itself, and a rule takes a scheme, such as 'q4_k'.")
+    hint = did_you_mean(name.lower().replace("-", ""), known, cutoff=0.5)
+    schemes = ", ".join([*_TYPES, *(codec for codec in CODECS if codec not in _TYPES)])
+    and_recipes = f"; the recipes are {', '.join(RECIPES)}" if recipes else ""
+    raise ValueError(f"quantize has no scheme {name!r}.{hint} The schemes are {schemes}{and_recipes}.")
+
+
+def require_options(scheme: str, options: Mapping[str, Any]) -> None:
+    """**Raises:** `TypeError` if a scheme doesn't have one of these options, with close matches."""
+    for name in options:
+        if name not in _OPTIONS:
+            hint = did_you_mean(str(name), _OPTIONS)
+            known = ", ".join(_OPTIONS)
+            raise TypeError(f"The scheme {scheme!r} has no option {name!r}.{hint} It has {known}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +103,17 @@ def choices(
     seen, found = dict[str, str](), dict[str, SchemeOfWeight]()
     for where, scheme in recipe.items():
         name, options = _scheme_of(where, scheme)
-        selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
+        rule = repr(_text(where))
+        try:
+            if name is not None:
+                require_options(require_scheme(name, recipes=False), options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The rule {rule}: {error}") from None
+        try:
+            selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
+        except ValueError as error:
+            told = str(error)
+            raise ValueError(told if told.startswith(rule) else f"The rule {rule}: {told}") from error
         new = {path: record for path, record in selected.items() if path not in seen}
         if selected and not new and not is_general:
             earlier = ", ".join(dict.fromkeys(repr(seen[path]) for path in selected))
@@ -87,8 +139,14 @@ def _scheme_of(where: Where, scheme: Any) -> tuple[str | None, Mapping[str, Any]
             raise ValueError(
                 f"The rule {where!r} takes a scheme, such as 'q4_k', a pair of a scheme and its options, "
                 "such as ('nf4', {'double_quant': True}), or None to leave weights as they are; found "
-                f"{scheme!r}."
+                f"{scheme!r}.{_hint(scheme)}"
             )
+
+
+def _hint(scheme: Any) -> str:
+    if not isinstance(scheme, Mapping):
+        return ""
+    return " A name with dots is put in quotes in TOML; otherwise, each of its parts is a table."
 
 
 def scheme_text(scheme: Scheme) -> str:
@@ -100,7 +158,11 @@ def scheme_text(scheme: Scheme) -> str:
 def _text(where: Any) -> str:
     if isinstance(where, str):
         return where
-    return getattr(where, "__name__", None) or f"{where[0]} and {len(where) - 1} more"
+    if callable(where):
+        return getattr(where, "__name__", type(where).__name__)
+    if not isinstance(where, Sequence) or not where:
+        return str(where)
+    return where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
 
 
 #: The key under which a safetensors header stores the model's recipe, as JSON.
@@ -116,15 +178,26 @@ def _recipe_in_safetensors(file: BinaryIO) -> Any:
     return json.loads(entries[RECIPE_ENTRY])
 
 
+def _of_json(file: BinaryIO) -> Any:
+    return json.load(file, object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has {key!r} twice")
+        found[key] = value
+    return found
+
+
 #: Parsers for recipe files, by suffix.
 RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
-    ".json": json.load,
+    ".json": _of_json,
     ".toml": tomllib.load,
     ".safetensors": _recipe_in_safetensors,
 }
-#: The schemes that have a type of their own. All others are codecs of `BlockArray`.
-TYPES: dict[str, type[Any]] = {"nf4": NF4Array, "fp4": FP4Array, "int8": Int8Array, "int4": Int4Array}
-_NAMES = {cls: name for name, cls in TYPES.items()}
+_NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
 def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
@@ -161,6 +234,10 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
         options["block_size"] = x.block_size
     if isinstance(x.scale, NestedScales):
         options["double_quant"] = True
+    if x.gradients == "train":
+        options["train_scales"] = True
+    if x.compute is not None:
+        options["compute"] = x.compute
     return scheme, options
 
 

@@ -86,6 +86,9 @@ class Record:
     """Which axes are outputs and which are inputs, or `None` if this is not the weight of a layer."""
     bias: str | None
     """The name of the bias in the same layer, if there is one."""
+    in_head: bool = False
+    """Whether this belongs to a classification head, i.e. one of the modules that a model lists in its
+    `head_parts`. These are small, and trained in full."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
@@ -99,6 +102,7 @@ def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = 
     stated = _stated(arrays, layout)
     otherwise = layout if isinstance(layout, str | Layout) else "io" if fan_in_fan_out else None
     records: dict[str, Record] = {}
+    heads = getattr(model, "head_parts", ())
     for name, (path, leaf) in found.items():
         bias = bias_of(name, arrays)
         if name in stated:
@@ -107,7 +111,7 @@ def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = 
             own = _found(name, leaf, owner_of(model, path), bias, arrays)
             if otherwise is not None and _is_open(own, leaf):
                 own = _checked(name, leaf, otherwise, bias, arrays)
-        records[name] = Record(leaf, own, bias)
+        records[name] = Record(leaf, own, bias, name.partition(".")[0] in heads)
     return records
 
 

@@ -14,8 +14,9 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary as well
-# as routers. (Besides, programs that load quantised models expect their routers to be in full precision.)
+# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary or onto
+# labels, as well as routers. (Besides, programs that load quantised models expect their routers to be in full
+# precision.)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
@@ -33,10 +34,10 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         as a single array.
     - `where`: can be any of the following.
 
-        - `"all-linear"`: the weights of all linear layers and experts, except for the output head (`lm_head`)
-            and routers (`gate` or `router` next to `experts`). Embeddings and convolutions don't count as
-            linear layers, so these must be selected by name. Layers are classified by
-            [`quaxlike.layouts`][].
+        - `"all-linear"`: the weights of all linear layers and experts, except for the output head (`lm_head`,
+            or a model's `head_parts`, as for those that classify) and routers (`gate` or `router` next to
+            `experts`). Embeddings and convolutions don't count as linear layers, so these must be selected by
+            name. Layers are classified by [`quaxlike.layouts`][].
         - Any other string: a regular expression that must match the whole name.
         - A sequence of names, or their last components, such as `["q_proj", "v_proj"]`.
         - A callable that takes a name and an array, and returns whether to select the array.
@@ -148,11 +149,15 @@ def is_router(layer: str, arrays: Iterable[str]) -> bool:
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
 
+def _is_output(name: str, record: Record) -> bool:
+    return record.in_head or _HEAD.fullmatch(name) is not None
+
+
 def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list[str]:
     kinds = {
         name: record.layout.kind
         for name, record in records.items()
-        if record.layout is not None and not (_HEAD.fullmatch(name) or is_router(layer_of(name), records))
+        if record.layout is not None and not (_is_output(name, record) or is_router(layer_of(name), records))
     }
     unknown = {name: records[name].array for name, kind in kinds.items() if kind == "unknown"}
     unknown = {name: array for name, array in unknown.items() if name not in excluded}
@@ -182,8 +187,11 @@ def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
 def output_layer(records: Mapping[str, Record]) -> list[str]:
     """Returns the output head's weight or, if this is tied to an embedding, the weight of the latter.
 
-    The list is empty if there is neither.
+    The list is empty if there is neither. This is also the case for classifiers, whose heads are trained in
+    full.
     """
+    if any(record.in_head for record in records.values()):
+        return []
     matrices = [name for name, record in records.items() if record.layout is not None]
     own = [name for name in matrices if _HEAD.fullmatch(name)]
     return own or [name for name in matrices if _TOKENS.fullmatch(name)]

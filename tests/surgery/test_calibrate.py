@@ -11,7 +11,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.quantized.grid import grid_of
 from quaxlike.surgery.calibrate import _with_fitting_scales
-from tests.samples import array, drawn, normal, random_key
+from tests.samples import array, drawn, normal, random_key, tree_equal
 
 SCHEMES = {
     **{"nf4": {}, "int4": {}, "int8": {}},
@@ -124,9 +124,16 @@ def test_merging_meets_base_and_adapter(scheme):
     ("moments", "message"),
     [
         ({}, "calibrate has no moments for weight"),
+        ({"weight": array(np.full(64, np.nan))}, r"weight: moments are sums of squares, .* found nan to nan"),
+        ({"weight": array(-np.eye(64))}, r"weight: moments are sums of squares, .* found -1"),
         ({"weight": array(np.eye(3))}, r"must have shape \(64, 64\), or \(64,\) for their diagonal; found"),
     ],
 )
 def test_moments_must_fit(moments, message):
     with pytest.raises(ValueError, match=message):
         ql.quantize(_model(), calibrate=moments)
+
+
+def test_weights_without_moments_are_rounded():
+    """As recipes also quantise output layers, whose inputs are those of no linear layer if they are tied."""
+    assert tree_equal(ql.quantize(_model(), calibrate={"weight": None}), ql.quantize(_model()))

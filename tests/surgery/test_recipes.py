@@ -30,6 +30,18 @@ def test_each_weight_follows_the_first_rule_that_selects_it(mlp):
     np.testing.assert_allclose(ql.quaxify(model)(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@wrong_types
+def test_names_of_another_type(mlp):
+    with pytest.raises(TypeError, match="takes a sequence of names as where; found 3"):
+        ql.quantize(mlp, {3: "nf4"})
+    with pytest.raises(TypeError, match="of the caller's own"):
+        ql.quantize(mlp, {_fails: "nf4"})
+
+
+def _fails(name, leaf):
+    raise TypeError("of the caller's own")
+
+
 def test_callables_select_as_well(mlp):
     model = ql.quantize(mlp, {lambda name, leaf: leaf.shape == (32, 64): "int8"})
     kinds = [type(layer.weight) is ql.Int8Array for layer in model.layers]
@@ -44,7 +56,17 @@ def test_callables_select_as_well(mlp):
             "has no effect: all that it selects follows 'all",
         ),
         ({"layerz.*": "nf4"}, r"'layerz.\*' matches none of the arrays of the model. Did you mean 'layers"),
-        ({"all-linear": "q4_kk"}, "quantize has no scheme 'q4_kk'. Did you mean 'q4_k'"),
+        (
+            {"all-linear": "q4_kk"},
+            "The rule 'all-linear': quantize has no scheme 'q4_kk'. Did you",
+        ),
+        ({"all-linear": "q4_k_m"}, "The rule 'all-linear': 'q4_k_m' is a recipe itself"),
+        ({r".*\.bias": "nf4"}, r"The rule '\.\*\\\\.bias': `where` selects no weight"),
+        (
+            {"all-linear": ("nf4", {"doublequant": True})},
+            "The rule 'all-linear': The scheme 'nf4' has no option 'doublequant'. Did you mean 'doub",
+        ),
+        ({"all-linear": ("nf4", {"block_size": 7})}, r"layers.0.weight: block_size must be a power of two"),
         pytest.param(
             {"all-linear": 4}, "takes a scheme, such as 'q4_k', a pair .* found 4", marks=wrong_types
         ),
@@ -63,6 +85,32 @@ def test_rules_that_say_nothing(mlp, recipe, message):
 def test_a_recipe_says_itself_what_options_say(mlp, options):
     with pytest.raises(ValueError, match=f"found '{next(iter(options))}' beside it. Write a rule for it"):
         ql.quantize(mlp, MIXED, **options)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["nf4_qlora", {("layers.0",): ("q8_0", {"compute": None}), "all-linear": "q4_0"}]
+)
+def test_rounded_inputs_go_with_recipes(mlp, recipe):
+    """As they aren't about how weights are stored; and they are among what a model says of itself."""
+    model = ql.quantize(mlp, recipe, compute="int8")
+    wanted = [None if isinstance(recipe, dict) else "int8", "int8", "int8", "int8"]
+    assert [layer.weight.compute for layer in model.layers] == wanted
+    assert [row.options["compute"] for row in ql.quantize.plan(mlp, recipe, compute="int8").rows] == wanted
+    assert tree_equal(ql.quantize(mlp, ql.summary(model).recipe), model)
+
+
+def test_fake_quantisation_follows_recipes(mlp):
+    expected = ql.materialise(ql.quantize(mlp, MIXED))
+    assert tree_equal(ql.fake_quantize(mlp, MIXED), expected)
+
+
+def test_options_are_checked_without_recipes(mlp):
+    with pytest.raises(TypeError, match=r"'nf4' has no option 'blocksize'. Did you mean 'block_size'"):
+        ql.quantize(mlp, "nf4", blocksize=32)
+    with pytest.raises(TypeError, match="True or False as double_quant; found 'no'"):
+        ql.quantize(mlp, "nf4", double_quant="no")
+    trained = ql.quantize(mlp, "nf4", train_scales=True)
+    assert tree_equal(ql.quantize(mlp, ql.summary(trained).recipe), trained)
 
 
 def _decoder(layers, **more):
@@ -152,6 +200,8 @@ def test_files(tmp_path, mlp, name, text):
         ("r.safetensors", "", "r.safetensors: Expecting"),
         ("r.json", "[1]", "a recipe is a table of patterns and schemes; found list"),
         ("r.json", "{", "r.json: Expecting"),
+        ("r.json", '{"a": "nf4", "a": "q4_k"}', "r.json: it has 'a' twice"),
+        ("r.toml", 'layers.0 = "nf4"', "A name with dots is put in quotes in TOML"),
         ("r.toml", "all-linear = 3", "r.toml: The rule 'all-linear' takes a scheme"),
     ],
 )

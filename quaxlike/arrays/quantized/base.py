@@ -111,7 +111,7 @@ class AbstractQuantizedArray(GradientsArray):
     """Whether `quantize` first flattens the array (as bitsandbytes does) and supports nested scales."""
 
     @classmethod
-    @checked
+    @checked(options=("double_quant", "train_scales"))
     def quantize(
         cls: type[_Q],
         x: ArrayLike,

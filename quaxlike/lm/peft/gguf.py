@@ -60,9 +60,7 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         raise ValueError("The model has no adapters to save.")
     for name, x in adapters.items():
         if problem := _why_not_in_gguf(x):
-            raise ValueError(
-                f"{name}: {problem}. A GGUF adapter holds LoRA on matrices; merge other adapters."
-            )
+            raise _not_held(name, problem)
     checkpoint = open_checkpoint(source)
     if checkpoint.format == "gguf":
         keys = as_python(checkpoint.metadata)
@@ -94,10 +92,13 @@ def _why_not_in_gguf(x: AdaptedArray) -> str:
         "it has an adapter over another one": isinstance(x.w, AdaptedArray),
         "its base is trained, too": x.gradients == "train",
         "its initialisation took a part of the weight into the adapter": x.taken is not None,
-        "it is an embedding, or stored as (in, out)": (x.out_axes, x.in_axes) != ((-2,), (-1,)),
         "it has several adapters": x.ndim != innermost(x).ndim,
     }
     return next((problem for problem, holds in told.items() if holds), "")
+
+
+def _not_held(name: str, problem: str) -> ValueError:
+    return ValueError(f"{name}: {problem}. A GGUF adapter holds LoRA on matrices; merge other adapters.")
 
 
 def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, ...]:
@@ -107,8 +108,10 @@ def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.n
     cut = x
     if part is not None:
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
-    if not isinstance(cut, LoraArray) or (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):
-        raise ValueError(f"{name}: the parts that llama.cpp stores one by one are no LoRA of their own.")
+    if not isinstance(cut, LoraArray):
+        raise _not_held(name, "the parts that llama.cpp stores one by one are no LoRA of their own")
+    if (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):  # GPT-OSS's experts are transposed by `part`
+        raise _not_held(name, "it is an embedding, or stored as (in, out)")
     lead = cut.shape[:-2]  # these are the experts, each of which has a separate adapter in llama.cpp
 
     def in_float32(leaf: Any) -> np.ndarray:

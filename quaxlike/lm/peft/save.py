@@ -28,6 +28,8 @@ from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
 from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
+from ..models.classifier import AbstractClassifier
+from ..models.decoder import Decoder
 from ..models.vocabulary import embeddings, is_of_tokens
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
@@ -66,7 +68,9 @@ def save_adapter(
     - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is written to a
         subfolder with this name.
     - `task_type`: the task type that PEFT should use, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or
-        `"FEATURE_EXTRACTION"`. For classification, the head is included in the file. Defaults to none.
+        `"FEATURE_EXTRACTION"`. For classification, the head is included in the file. Defaults to that of a
+        model which [`quaxlike.lm.load`][] or [`quaxlike.lm.models.with_classifier`][] returned, otherwise to
+        none.
     - `layout`: as for `load_adapter`.
     - `base`: the model that the adapter will be applied to. You only need this if an initialisation has
         modified the base, in which case the file also includes this modification, which doubles the rank. For
@@ -94,6 +98,7 @@ def save_adapter(
     or if its weights or scales were trained (`gradients="train"` or [`quaxlike.train_scales`][]). In this
     case, pass `base=model`.
     """
+    task_type = _task_of(model) if task_type is None else task_type
     if base is not None:
         model = _relative_to_base(unstacked(model), unstacked(base))
     stored, entries = tensors_and_config(model, rename=rename, task_type=task_type, layout=layout)
@@ -102,6 +107,12 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     stored = {key: np.asarray(array) for key, array in stored.items()}
     files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+
+
+def _task_of(model: PyTree) -> str | None:
+    if isinstance(model, AbstractClassifier):
+        return "TOKEN_CLS" if model.of_tokens else "SEQ_CLS"
+    return "CAUSAL_LM" if isinstance(model, Decoder) and not model.config.headless else None
 
 
 def tensors_and_config(

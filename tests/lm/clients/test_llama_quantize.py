@@ -123,7 +123,7 @@ def test_greedy_tokens_in_every_type(name, checkpoint, llama_cpp, compare, tmp_p
     tokenizer = TextTokenizer(source)
     ids = tokenizer.encode(LEARNED).ids
     lm.write(source / "model.safetensors", named_arrays(others._taught(model, ids)))
-    chosen = [x for x in writer.TYPES if x not in ("f32", "bf16", "q2_k")]
+    chosen = [x for x in writer.TYPES if x not in ("f32", "bf16")]
     for quantize in ["q4_k_m", "q5_k_m", *chosen, *(["mxfp4_moe"] if name == "mixtral" else [])]:
         file = tmp_path / f"{quantize}.gguf"
         assert convert.main([str(source), str(file), "--quantize", quantize]) == 0
@@ -135,7 +135,8 @@ def test_greedy_tokens_in_every_type(name, checkpoint, llama_cpp, compare, tmp_p
         logits = others._logits(ours, text)[3:-1]
         second, first = np.sort(logits)[:, -2:].T
         sure = first - second > 0.2 * np.std(logits)
-        assert np.mean(sure) > 0.8
+        # With 2 bits, more of them are almost equal.
+        assert np.mean(sure) > (0.7 if quantize == "q2_k" else 0.8)
         found = theirs.scores[3 : len(text) - 1].argmax(-1)
         what = "learned texts"
         compare("llama.cpp", "GGUF, all types and presets", name, what, found[sure], np.asarray(new)[sure])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.lora import TrainableArray
 from quaxlike.core.values import replace_fields
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, peft, save
@@ -137,6 +138,38 @@ def test_the_last_token_is_classified():
     np.testing.assert_allclose(found, model.score.weight @ hidden[2], atol=1e-6)
     np.testing.assert_allclose(run(np.roll(ids, 3), np.roll(seen, 3))[0], found, atol=1e-5)
     np.testing.assert_allclose(run(ids, seen | (np.arange(6) == 3))[0], found, atol=1e-6)
+
+
+def test_the_head_is_trained_and_kept(llama, base, tmp_path):
+    """As PEFT does, without an option; `where` and `exclude` say otherwise."""
+    model = with_classifier(base[0], ["a", "b", "c"], key=jax.random.key(0), std=1.0)
+    adapted = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(1))
+    assert type(adapted.score.weight) is TrainableArray
+    peft.save_adapter(tmp_path, adapted)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    other = with_classifier(base[0], ["a", "b", "c"], key=jax.random.key(2))
+    again = peft.load_adapter(tmp_path, other)
+    np.testing.assert_array_equal(again.score.weight.materialise(), model.score.weight)
+    named = ql.loraify(model, rank=2, where=["q_proj", "score"], key=jax.random.key(1))
+    assert type(named.score.weight) is ql.LoraArray
+    frozen = ql.loraify(model, rank=2, exclude=["score"], key=jax.random.key(1))
+    assert frozen.score.weight is model.score.weight
+    causal = ql.loraify(base[0], rank=2, key=jax.random.key(1))
+    for x, task in ((frozen, "SEQ_CLS"), (causal, "CAUSAL_LM")):
+        peft.save_adapter(tmp_path / task, x)
+        assert json.loads((tmp_path / task / "adapter_config.json").read_text())["task_type"] == task
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "q4_k_m"])
+def test_the_head_is_not_quantised(base, scheme):
+    """Nor is the embedding, to which it isn't tied."""
+    model = with_classifier(base[0], ["a", "b", "c"], key=jax.random.key(0))
+    paths = [row.path for row in ql.quantize.plan(model, scheme).rows]
+    assert not [x for x in paths if "score" in x or "embed" in x]
+    assert [row.path for row in ql.quantize.plan(model, {".*score.*": "nf4"}).rows] == ["score.weight"]
+    with pytest.raises(ValueError, match="This one has neither; name its layer in `where`"):
+        ql.quantize(model, "nf4", head=True)
 
 
 def test_written_and_read(llama, base, tmp_path):

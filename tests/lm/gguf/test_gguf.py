@@ -271,6 +271,16 @@ def test_inputs_in_eight_bits_are_of_quantised_weights():
         ql.lm.load(_file("qwen2_f32"), compute="int8")
 
 
+@pytest.mark.parametrize("given", [{"compute": "int8"}, {}], ids=["beside", "within"])
+def test_inputs_in_eight_bits_go_with_recipes(given):
+    """As in `quantize`; a rule may say otherwise."""
+    recipe = {("q_proj",): ("q8_0", {"compute": None}), "all-linear": "q4_0"}
+    quantize = {"scheme": recipe} | ({} if given else {"compute": "int8"})
+    layer = ql.lm.load(_file("qwen2_f32"), quantize=quantize, **given)[0].model.layers[0]
+    assert layer.self_attn.q_proj.weight.compute is None
+    assert layer.mlp.down_proj.weight.compute == "int8"
+
+
 @pytest.mark.slow
 def test_inputs_in_eight_bits():
     z, name = np.load(_IO), next(name for name in _MODELS if "q4" in name)

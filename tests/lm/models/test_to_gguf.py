@@ -216,17 +216,25 @@ def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
         save(tmp_path / "merged.gguf", ql.merge(adapted), source, format="gguf")
         delta = lambda name: _in_file(tmp_path / name, "blk.0.attn_q.weight")
         np.testing.assert_allclose(b @ a, delta("merged.gguf") - delta("base.gguf"), atol=1e-5)
+    with pytest.raises(CheckpointError, match="is a GGUF file of type 'adapter' rather than a model"):
+        load(tmp_path / "lora.gguf")
 
 
-def test_adapters_of_experts_are_cut_as_their_weights_are(checkpoint, tmp_path):
-    source, model = checkpoint("mixtral", sliding_window=None)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_are_cut_as_their_weights_are(name, checkpoint, tmp_path):
+    """Those of GPT-OSS alternate, and are transposed."""
+    source, model = checkpoint(name, **({"sliding_window": None} if name == "mixtral" else {}))
     adapted = _adapted(model, where=["gate_up_proj"])
     peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, source)
     file, x = open_gguf(tmp_path / "lora.gguf"), adapted.model.layers[0].mlp.experts.gate_up_proj
     parts = [
         [np.asarray(file[f"blk.0.ffn_{name}_exps.weight.lora_{x}"]) for x in "ab"] for name in ("gate", "up")
     ]
-    found = np.concatenate([b @ a for a, b in parts], axis=1)
+    found = [b @ a for a, b in parts]
+    if name == "gpt_oss":
+        found = np.stack(found, axis=2).reshape(*x.shape[::2], -1).swapaxes(1, 2)
+    else:
+        found = np.concatenate(found, axis=1)
     np.testing.assert_allclose(found, x.delta(), rtol=1e-4, atol=1e-5)
 
 
@@ -567,6 +575,10 @@ def test_arguments(checkpoint, tmp_path):
     large = jax.tree.map(lambda x: 1e7 * x, model)
     with pytest.raises(CheckpointError, match=r"has numbers that float16 has no place for; choose 'bf16'"):
         save(tmp_path / "m.gguf", large, source, format="gguf", quantize="f16")
+    save(tmp_path / "M.GGUF", model, source, format="gguf")
+    assert lm.load(tmp_path / "M.GGUF")[1]["model_type"] == "qwen2"
+    with pytest.raises(CheckpointError, match="GGUF file, whose tokeniser and settings are only written to"):
+        save(tmp_path / "folder", model, tmp_path / "M.GGUF")
     (source / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"which GGUF takes the tokeniser from"):
         save(tmp_path / "m.gguf", model, source, format="gguf")
