@@ -301,7 +301,7 @@ class TestHalves:
         specs = specs_for(state, lambda name, leaf: None)
         assert jax.tree.structure(specs) == jax.tree.structure(state)
 
-    @pytest.mark.quick("nf4")
+    @pytest.mark.slow
     def test_materialised(self, model):
         trained, frozen = eqx.partition(model, ql.trainable(model))
         assert eqx.tree_equal(ql.materialise(trained), trained)

@@ -36,7 +36,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick("a layer for each", "scanned", "under jit")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_before_the_invocation_see_the_base_alone(name):
     with ql.on_materialise("error"):

@@ -30,7 +30,7 @@ class Loose(ql.AnnotatedArray):
 X = normal(2, 3, 4)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

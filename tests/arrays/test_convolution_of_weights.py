@@ -70,6 +70,7 @@ def test_type_is_kept_forward_and_backward(kind, layout, program):
     np.testing.assert_allclose(y, run(x, dense), rtol=2e-4, atol=2e-4 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.slow
 def test_only_codes_are_kept_for_the_backward_pass():
     kernel = ql.quantize(
         {"kernel": normal(16, 32, 3, 3)}, "int8", where=["kernel"], layout={"kernel": "oihw"}

@@ -188,6 +188,7 @@ def test_second_derivatives_of_a_system_of_zeros(x64, shape):
     np.testing.assert_array_equal(gradient(y, Unitful(Zero((4, 4), y.dtype), "m")), wanted)
 
 
+@pytest.mark.slow
 def test_a_plain_array_beside_a_matrix_with_names():
     x = HOLDERS["names"](_diagonal())
     with ql.on_materialise("allow"):

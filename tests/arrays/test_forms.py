@@ -61,7 +61,7 @@ def test_blocks_as_long_as_a_row_are_no_other_form(name):
         assert isinstance(loop(TYPES[name]()), ql.Int8Array)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -188,6 +188,7 @@ def test_a_part_that_grows_in_a_loop_is_dense_and_what_holds_it_stays(wrap, star
         np.testing.assert_allclose(x, expected)
 
 
+@pytest.mark.slow
 def test_matrices_in_a_loop_that_carries():
     """`a` is the same for all of them: an input that does not change, beside what is carried."""
     w = ql.LoraArray(normal(5, 4, 3), normal(2, 3, seed=1), normal(5, 4, 2, seed=2))

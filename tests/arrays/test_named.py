@@ -182,6 +182,7 @@ def test_names_are_followed(transform, default_promotion):
         same(found[name], expected, names, name)
 
 
+@pytest.mark.slow
 def test_rows_have_the_names_that_are_left():
     """So that they go with what is computed of them, where structures have to be equal."""
     chosen = lambda row: jax.lax.cond(row.sum() > 0, lambda: row, lambda: -row)
@@ -202,6 +203,7 @@ def test_products_know_both_sides():
     same(outside, expected[0], X.names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("f", "match"),
     [

@@ -42,7 +42,7 @@ METHODS = {
 }
 
 
-@pytest.mark.quick("LoRA", "LoKr")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_other_numbers_run_in_the_same_program(name):
     make, traces = METHODS[name], []
@@ -92,6 +92,7 @@ def test_numbers_are_constants(name):
     assert ql.summary(x).stored_bytes == stored
 
 
+@pytest.mark.slow
 def test_a_training_step_is_compiled_once():
     """For LoRA with other alphas, and with other ranks padded to one."""
     traces = []
@@ -245,6 +246,7 @@ def test_branches_and_carries_hold_other_numbers():
     np.testing.assert_allclose(out.materialise(), other.materialise(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stack_of_adapters_keeps_their_scalings():
     models = [
         ql.loraify(MLP, init="gaussian", key=jax.random.key(i), **options)
@@ -264,6 +266,7 @@ def test_a_stack_of_adapters_keeps_their_scalings():
     assert alike.layers[0].weight.alpha.shape == (2,)
 
 
+@pytest.mark.slow
 def test_weights_of_a_sum_may_be_traced():
     models = [ql.loraify(MLP, rank=2, alpha=n, init="gaussian", key=jax.random.key(n)) for n in (1, 2)]
     filled = lambda x: x.replace(b=normal(*x.b.shape)) if isinstance(x, ql.LoraArray) else x

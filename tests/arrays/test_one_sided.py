@@ -393,6 +393,7 @@ def _(x: jax.Array, y: After, **params):
     return After(jax.lax.mul_p.bind(x, y.array, **params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Before, After])
 @pytest.mark.parametrize("product", ["w @ x", "w @ v", "x @ w"])
 def test_the_product_with_a_diagonal_is_one_of_elements(product, cls):

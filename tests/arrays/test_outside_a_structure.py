@@ -90,7 +90,7 @@ def test_in_a_unit_or_with_names(kind, wrap):
     np.testing.assert_allclose(ql.materialise(out), expected, rtol=1e-6)
 
 
-@pytest.mark.quick("diagonal", "tridiagonal", "nothing")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "diagonal", "tridiagonal", "nothing"])
 def test_a_product_reads_only_what_meets_an_element(kind):
     x = TYPES[kind]

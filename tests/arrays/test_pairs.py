@@ -132,7 +132,7 @@ REDISPATCHED = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDISPATCHED)
 def test_what_the_kernel_does_not_take(name):
     make, fn, shape = REDISPATCHED[name]

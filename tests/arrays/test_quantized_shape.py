@@ -198,6 +198,7 @@ def test_rows_of_a_matrix_and_layers_of_a_stack_are_scanned():
         np.testing.assert_allclose(ql.quaxify(product)(w), product(w.materialise()), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_partition_specs_follow_the_logical_array():
     w = ql.NF4Array.quantize(_normal(8, 256))
     assert list(w.shard_spec(jax.P("a", "b"))) == [jax.P("a", "b")] * 2
@@ -210,7 +211,7 @@ def test_partition_specs_follow_the_logical_array():
         nested.shard_spec(jax.P(None, "a"))
 
 
-@pytest.mark.quick("_double--2")
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, 1, -2])
 @pytest.mark.parametrize("quantize", [_NF4, _double, _INT8])
 def test_stacks_are_quantised_one_by_one(quantize, axis):
@@ -222,7 +223,7 @@ def test_stacks_are_quantised_one_by_one(quantize, axis):
         quantize(x, axis=0, stacked=1)
 
 
-@pytest.mark.quick("shape0-False", "shape1-False", "shape5-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 64), (3, 0), (64,)])
 def test_small_and_empty_arrays(shape, double_quant):

@@ -42,7 +42,7 @@ def _error(w, q, importance=(1,)):
     return float(np.mean(np.asarray(importance, np.float32)[None] * (_dense(q) - w) ** 2) ** 0.5)
 
 
-@pytest.mark.quick("q4_0")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", LLAMA_CPP)
 def test_errors_are_at_most_those_of_llama_cpp(codec):
     w, importance = _matrix()
@@ -54,7 +54,7 @@ def test_errors_are_at_most_those_of_llama_cpp(codec):
     assert _error(w, of_important, importance) < _error(w, q, importance)
 
 
-@pytest.mark.quick("q4_0")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "mxfp4"])
 def test_scales_that_cover_the_range_are_worse(name):
     w, codec = normal(16, 256), CODECS[name]
@@ -63,7 +63,7 @@ def test_scales_that_cover_the_range_are_worse(name):
     assert _error(w, ql.BlockArray.quantize(w, codec=name)) < 0.99 * _error(w, covering)
 
 
-@pytest.mark.quick("q4_k", "mxfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["q4_0", "q4_1", "q4_k", "iq4_nl", "mxfp4"])
 def test_unusual_blocks(codec):
     """Zeros, a constant, tiny and large numbers, and rows that blocks do not fill."""
@@ -74,6 +74,7 @@ def test_unusual_blocks(codec):
     assert np.all(np.abs(found - rows) <= 0.2 * np.max(np.abs(rows), axis=1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_columns_without_importance_still_count():
     w, importance = _matrix()
     for weights in (np.where(np.arange(512) < 256, 0, importance), np.zeros(512, np.float32)):
@@ -81,6 +82,7 @@ def test_columns_without_importance_still_count():
         assert _error(w, q) < 2 * LLAMA_CPP["q4_k"][0]
 
 
+@pytest.mark.slow
 def test_importance_of_each_array_of_a_stack():
     w = np.asarray(normal(2, 4, 64))
     importance = np.stack([np.arange(1.0, 65), np.ones(64)]).astype(np.float32)

@@ -212,7 +212,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
 @pytest.mark.parametrize("names", PRODUCTS, ids="·".join)
 def test_products_that_are_structured(names, batch):
@@ -316,6 +316,7 @@ def test_contractions(name, spec):
             _same(ql.quaxify(h)(a, x), h(ql.materialise(a), x))
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     d = DiagonalMatrix(jnp.ones(4, jnp.bfloat16))
     with jax.numpy_dtype_promotion("standard"):
@@ -373,6 +374,7 @@ def test_elements_of_the_factors_are_refused():
         ql.quaxify(lambda a: jax.scipy.linalg.lu_factor(a)[0] + 1.0)(MAKERS["kronecker"](()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [jax.scipy.linalg.lu, jax.scipy.linalg.lu_factor, jax.lax.linalg.lu])
 def test_a_diagonal_matrix_is_its_own_factors(function):
     a = MAKERS["diagonal"](())

@@ -56,7 +56,7 @@ def test_of_size_one_and_larger():
                 _agrees(f, a, b)
 
 
-@pytest.mark.quick("sub")
+@pytest.mark.slow
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p], ids=str)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_the_primitives_repeat_axes_of_size_one(primitive):
@@ -262,6 +262,7 @@ def test_a_stack_of_updates_of_one_base_in_a_loop():
     _agrees(lambda a: jax.lax.scan(lambda c, _: (a, None), jnp.zeros_like(a), length=2)[0], a)
 
 
+@pytest.mark.slow
 def test_branches_with_updates_of_other_ranks():
     a, b = (LowRankUpdate(DiagonalMatrix(normal(4)), normal(4, rank)) for rank in (1, 3))
     for taken in (True, False):
@@ -301,7 +302,7 @@ def test_an_update_of_a_base_that_solves_by_a_rule():
         )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker", "update"])
 def test_determinants_of_one_element(name, sign):

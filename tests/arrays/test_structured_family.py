@@ -204,6 +204,7 @@ def test_nested_updates_are_unified_level_by_level(monkeypatch):
     assert counts[2] < 5 * counts[0]
 
 
+@pytest.mark.slow
 def test_powers_of_an_update_are_updates_of_the_same_base():
     x = MATRICES["low rank"]
     with ql.on_materialise("error"):

@@ -146,7 +146,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.quick(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("jit", [False, True])
 def test_as_pint(name, jit, default_promotion):
@@ -461,7 +461,7 @@ INTERPOLATIONS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", INTERPOLATIONS)
 def test_interpolation(how):
     arrays = jnp.array([-1.0, 0.5, 1.5, 5.0]), jnp.arange(3.0), jnp.array([0.0, 10.0, 5.0]), jnp.array(2.5)

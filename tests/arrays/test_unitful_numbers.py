@@ -121,7 +121,7 @@ def test_a_guard_says_that_it_is_one():
             convert(guard)
 
 
-@pytest.mark.quick("<lambda>-s/m1", "<lambda>-s/m3", "<lambda>-m1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("f", "unit"),
     [

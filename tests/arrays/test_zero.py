@@ -78,7 +78,7 @@ def test_zero_annihilates(zero_times):
     assert type(agrees(zero_times, X, ZERO)) is Zero
 
 
-@pytest.mark.quick(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [ZERO, TWO, TRACED, STACK])
 @pytest.mark.parametrize(
     "f",
@@ -394,6 +394,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("which", [True, False, array(True), array(False)])
 def test_selection_by_a_constant(which, cases):

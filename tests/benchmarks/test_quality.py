@@ -53,6 +53,7 @@ def test_a_scheme_on_a_small_decoder(quality, decoder, name, default_promotion):
     assert all(0 <= x <= 1 for x in found["same"])
 
 
+@pytest.mark.slow
 def test_what_is_compared(quality, default_promotion):
     """Beside the whole divergence; that of the likeliest tokens, the others as one, is never larger."""
     run = lambda model, ids: model[ids]

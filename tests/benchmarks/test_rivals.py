@@ -22,6 +22,7 @@ def test_every_row_names_what_both_sides_do():
         assert callable(getattr(ours if side else theirs, function))
 
 
+@pytest.mark.slow
 def test_the_page_and_the_picture(tmp_path):
     measured = {"ratio": 0.5, "range": [0.4, 0.8], "seconds": [0.01, 0.02], "repeats": 3, "load": [1.0, 2.0]}
     rows = [found(ROWS[0], cores, **measured) for cores in (1, 2)]

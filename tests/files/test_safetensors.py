@@ -85,6 +85,7 @@ def test_a_quantised_file_loads_into_the_shapes_of_the_plain_model(tmp_path):
     np.testing.assert_array_equal(ql.quaxify(loaded)(x), ql.quaxify(model)(x))
 
 
+@pytest.mark.slow
 def test_plain_arrays_are_found_by_other_readers_and_theirs_by_us(tmp_path):
     path = tmp_path / "model.safetensors"
     st.save(path, _mlp())

@@ -205,6 +205,7 @@ class TestShapeFollowsTheFields:
         axes = eqx.tree_at(lambda x: x.scale, jax.tree.map(lambda _: 0, stack), None)
         assert jax.vmap(lambda x: jnp.zeros(x.shape), (axes,))(stack).shape == (4, 2, 3, 2)
 
+    @pytest.mark.slow
     def test_replace(self):
         x = Codes.quantize(normal(4, 3))
         y = dataclasses.replace(x, scale=x.scale * 2)
@@ -440,6 +441,7 @@ class TestDefaultHandlers:
             implicit(jax.lax.add)(Wild(jnp.ones(3)), Wilder(jnp.ones(3)))
 
 
+@pytest.mark.slow
 def test_strict_types_are_kept():
     x, w = normal(2, 4), Strict.quantize(normal(4, 3))
     np.testing.assert_allclose(implicit(jnp.matmul)(x, w), x @ w.materialise(), rtol=1e-5)

@@ -139,6 +139,7 @@ class TestHandlers:
         np.testing.assert_allclose(out, np.cumsum(X[0] * 0.5), rtol=1e-6)
         f(Codes(X[1]))  # warnings are errors
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "hint",
         [Sequence[Codes | jax.Array], list[Codes], tuple[Codes | jax.Array, ...], tuple[Codes, jax.Array]],

@@ -75,7 +75,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.quick("while-jit", "fori-eager", "checkpoint-jit", "jit-eager", "vjp-jit")
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 def test_weights_stay_as_they_are(wrap, outside):
@@ -83,7 +83,7 @@ def test_weights_stay_as_they_are(wrap, outside):
     np.testing.assert_allclose(f(X, q()), expected(), rtol=1e-5)
 
 
-@pytest.mark.quick("<lambda>")
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f])
 def test_gradients_beside_weights(wrap):
     loss = implicit(wrap(lambda x, w: ((x @ w) ** 2).sum()))
@@ -139,7 +139,7 @@ def test_ambiguity_is_an_error():
         ql.quaxify(jax.lax.add, rules=rules)(A(X), B(X))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("result", [2.5, np.float32(2.5), np.array(2.5), np.array(2.5, np.float32)])
 def test_a_rule_may_return_numpy_or_a_number(result):
     class Scalar(ImplicitArray):

@@ -46,6 +46,7 @@ class TestImplicit:
         np.testing.assert_array_equal(f(Box(X), factor=2.0), 2 * X)
         assert f.__name__ == "f"
 
+    @pytest.mark.slow
     def test_as_a_context(self):
         w, x = Strict.quantize(normal(4, 3)), normal(2, 4)
         with implicit:
@@ -89,6 +90,7 @@ class TestRegister:
         for f in (jax.lax.sin, jax.lax.cos):
             np.testing.assert_array_equal(ql.quaxify(f, rules=rules)(Box(X)), 7 * X)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("annotated", [True, False])
     def test_the_primitive_as_first_argument(self, annotated):
         rules = ql.RuleSet()
@@ -219,7 +221,7 @@ class TestFallbacks:
         np.testing.assert_array_equal(materialize_handler(jax.lax.neg_p, Box(X)), -X)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("product", [lambda x, w: x @ w, jnp.matmul])
 @pytest.mark.parametrize("transform", ["jit", "scan", "checkpoint"])
 def test_handlers_are_called_for_what_is_made_inside_of_a_transform(transform, product):

@@ -60,6 +60,7 @@ class TestStacks:
         assert twice.shape == (2, 3, 3, 3)
         np.testing.assert_array_equal(twice.materialise(), np.stack([dense, dense]))
 
+    @pytest.mark.slow
     def test_a_leaf_that_all_items_share(self):
         stack, _ = self.made(3)
         shared = eqx.tree_at(lambda x: x.scale, stack, stack.scale[0])
@@ -114,6 +115,7 @@ class TestStacks:
         with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match=r"stack, .*jax\.vmap"):
             implicit(jnp.matmul)(jnp.ones((2, 3)), stack)
 
+    @pytest.mark.slow
     def test_one_array_made_whole_follows_its_handlers(self):
         whole = Strict.quantize(normal(5, 4, 3))
         out = implicit(jnp.matmul)(normal(5, 2, 4), whole)

@@ -134,7 +134,7 @@ class TestValues:
         np.testing.assert_array_equal(q.codes, Codes.quantize(W).codes)
         np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W).materialise())
 
-    @pytest.mark.quick("<lambda>0", "<lambda>1", "<lambda>3", "<lambda>4")
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "order",
         [
@@ -230,7 +230,7 @@ class TestValues:
         if loop in ("scan", "cond"):
             np.testing.assert_allclose(jax.grad(wrapped)(w), jax.grad(wanted)(w), rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.quick("<lambda>-<lambda>", "quaxify-quantize", "quaxify-<lambda>")
+    @pytest.mark.slow
     @pytest.mark.parametrize("encode", [Codes.quantize, lambda w: Codes.quantize(w).materialise()])
     @pytest.mark.parametrize("wrap", [lambda f: f, ql.quaxify])
     def test_gradients_pass_to_the_leaves_of_a_value(self, encode, wrap):

@@ -60,6 +60,7 @@ def test_an_unknown_backend():
         pass
 
 
+@pytest.mark.slow
 def test_a_backend_that_was_asked_for_in_vain_is_told():
     with (
         kernels.backend("tpu"),

@@ -180,7 +180,7 @@ def test_ways_of_plain_jax(monkeypatch, codec, size, rows, dtype, way, transpose
     assert relative_error(y, _expected(x, w, transpose=transpose, dense=dense)) < limit
 
 
-@pytest.mark.quick("nf4-reference", "q4_1-gpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "gpu"])
 @pytest.mark.parametrize("codec", ["nf4", "q4_1"])
 def test_double_precision_is_kept(x64, backend, codec):
@@ -371,6 +371,7 @@ def _temporaries(fn, operands):
     return jax.jit(fn).lower(*operands).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("codec", "n", "most"), [("nf4", 4096, 8), ("int8", 2048, 5)])
 def test_no_dense_copy_of_the_weight(codec, n, most, transpose):
@@ -439,7 +440,7 @@ def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):
     assert all(f"x{dtype}>, tensor" in line and "xf32>\n" in f"{line}\n" for line in dots)
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["nf4", "int8", "q4_1"])
 def test_the_reference_is_traced_once(codec, monkeypatch):
     traced = []

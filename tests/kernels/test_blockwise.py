@@ -82,7 +82,7 @@ def test_tables_are_the_published_ones():
     _same_bits(blockwise.dynamic_map(), _ARRAYS["nested_quant_map"])
 
 
-@pytest.mark.quick("64-7", "65-7")
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "zero"), [(3, 7), (64, 7), (65, 7)])
 def test_zeros_stay_zero_and_odd_counts_are_filled_with_zero(n, zero):
     packed, absmax = blockwise.quantize_codebook(jnp.zeros(n), blockwise.NF4, 64)

@@ -29,7 +29,7 @@ def _products(f, *args):
     return [eqn for eqn in equations(jax.make_jaxpr(f)(*args)) if eqn.primitive is dense_matmul_p]
 
 
-@pytest.mark.quick("lead0-float32", "lead3-float32", "lead4-float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 3), (0,)])
 def test_values_and_derivatives(lead, dtype):
@@ -53,6 +53,7 @@ def test_one_row_is_multiplied_as_it_is_read():
     assert "dot_general" in lowered(dense_matmul, x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("rows", "form"), [(2, (N, 2)), (64, (N, 64)), (65, (65, N))])
 def test_some_rows_come_second(rows, form, dtype):

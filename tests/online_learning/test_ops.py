@@ -228,7 +228,7 @@ VALUES = {
 }
 
 
-@pytest.mark.quick("elementwise")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_values_outside_of_quaxify(name):
     x, w = _normal(0, 3, 64), NF4Array.quantize(jnp.asarray(_normal(1, 64, 64), jnp.float32))

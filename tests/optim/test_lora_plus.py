@@ -56,7 +56,7 @@ def test_what_is_no_lora():
         lora_plus(0)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_stays_as_it_began(nested):
     model = adapted(dora=True)

@@ -27,6 +27,7 @@ W = array(np.arange(6.0).reshape(3, 2) / 6)
 wave_p = define_primitive("test_wave", jnp.sin, gpu=jnp.cos, tpu=jnp.tanh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "operation"),
     [("cpu", "sine"), ("cuda", "cosine"), ("rocm", "cosine"), ("tpu", "tanh")],

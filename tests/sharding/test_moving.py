@@ -77,6 +77,7 @@ def test_fetched_from_host_memory_within_a_program():
     np.testing.assert_allclose(found, X @ np.asarray(ql.materialise(w)).T, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_donated_parts_of_weights_are_gone():
     w = _weight()
     double = jax.jit(ql.quaxify(lambda w: w * 2.0), donate_argnums=0)
@@ -108,7 +109,7 @@ def test_some_axes_by_hand_and_the_others_by_the_compiler():
     np.testing.assert_allclose(gradient, jax.jit(jax.grad(dense))(w.a), rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["tensor_parallel", "fsdp"])
 def test_whole_models_from_mesh_to_mesh(rule: str):
     model = ql.quantize(eqx.nn.MLP(64, 64, 256, depth=1, key=KEY), "nf4", block_size=32)

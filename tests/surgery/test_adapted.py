@@ -149,6 +149,7 @@ def test_a_type_that_does_not_say_how_it_is_taken_out():
         ql.stack_adapters([model, model])
 
 
+@pytest.mark.slow
 def test_it_is_counted():
     table = ql.summary(_adapted())
     rows = {row.path: row for row in table.rows}
@@ -318,7 +319,7 @@ ALONE = Scaled(normal(5, 4, seed=2), normal(5, seed=3))
 AT = np.array([[2, 0], [1, 1]])
 
 
-@pytest.mark.quick("<lambda>-<lambda>0", "<lambda>-<lambda>18")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "operands"),
     [

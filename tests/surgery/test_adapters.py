@@ -126,6 +126,7 @@ def test_thirty_two_adapters_compile_once():
     assert not any(len(shape) == 3 and shape[-2:] in ((16, 6), (16, 16), (3, 16)) for shape in shapes)
 
 
+@pytest.mark.slow
 def test_a_single_adapter_is_a_stack_of_one():
     model = adapted(0)
     alone = ql.choose_adapter(ql.stack_adapters([model]), 0)
@@ -282,6 +283,7 @@ def test_a_single_adapter_is_combined(method):
         np.testing.assert_allclose(found[name], 0.5 * delta, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_off_without_a_key():
     model = adapted(0, dropout=0.5)
     np.testing.assert_array_equal(ql.quaxify(model)(X[0]), ql.quaxify(adapted(0))(X[0]))

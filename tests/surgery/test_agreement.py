@@ -79,7 +79,7 @@ def test_what_differs_is_named(function, name):
         FUNCTIONS[function](_adapted(), _adapted(make(), seed=1 if function == "unmerge" else 2))
 
 
-@pytest.mark.quick("nf4-combine_adapters")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Adapters were merged")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -57,6 +57,7 @@ def test_initialisations_that_need_dense_weights():
         ql.loraify(ql.quantize(MLP), rank=2, init=ql.loftq(), key=KEY)
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_inputs_is_kept_by_nothing_else():
     """Those of a large model take gigabytes, and each batch has its own."""
     measure = ql.input_moments(lambda model, x: jax.vmap(model)(x))

@@ -124,6 +124,7 @@ def _schemes(model, recipe):
     return {row.path: row.scheme for row in ql.quantize.plan(model, recipe).rows}
 
 
+@pytest.mark.slow
 def test_llama_cpps_mixtures():
     """Of 16 layers those in 6 bits are the first and the last two, and each third between."""
     model = _decoder(16, **{"lm_head.weight": normal(16, 64)})

@@ -195,7 +195,7 @@ _FUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(".*\\\\.(gate|up|down)_proj", "where2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", [["gate_proj", "up_proj", "down_proj"], r".*\.(gate|up|down)_proj", ["up_proj", "gate_up_proj"]]
 )
@@ -319,6 +319,7 @@ def test_summary_counts(mlp):
     assert "LoraArray[r=2]" in str(table)
 
 
+@pytest.mark.slow
 def test_summary_names_the_codec_of_blocks(mlp):
     adapted = ql.loraify(ql.quantize(mlp, "q8_0"), rank=2, key=KEY)
     assert {row.type for row in ql.summary(adapted).rows} == {"LoraArray[r=2] of BlockArray[q8_0]", "array"}

@@ -30,6 +30,7 @@ def test_nothing_traced(x):
     assert is_traced(x) is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [0, {"a": x}], lambda x: Data(0, x)])
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad, jax.linearize, jax.make_jaxpr])
 def test_traced(transform, wrap):
@@ -203,7 +204,7 @@ def blocked(x):
     return jnp.sum(non_differentiable(x))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "differentiate",
     [
@@ -236,7 +237,7 @@ def test_derivatives_raise(differentiate):
 STOPPED = lambda x: jnp.sum(x**2 * lax.stop_gradient(non_differentiable(x)))
 
 
-@pytest.mark.quick("<lambda>-expected0", "<lambda>-expected2", "<lambda>-expected5", "<lambda>-expected7")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differentiate", "expected"),
     [

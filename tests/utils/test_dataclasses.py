@@ -228,6 +228,7 @@ def test_fields_without_init_are_kept():
     assert (changed.x, changed.double, changed.constant, changed.kind) == (3, 60, 8, "int")
 
 
+@pytest.mark.slow
 def test_fields_without_init_under_jit_and_grad():
     out = jax.jit(lambda d: jax.tree.map(lambda x: x + 1, d))(Derived(jnp.array(3)))
     assert (int(out.x), int(out.double), int(out.constant)) == (4, 7, 8)
@@ -292,7 +293,7 @@ def test_custom_init():
 # Static fields
 
 
-@pytest.mark.quick("value1", "value2")
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [{"mode": "drop"}, ["a", {"b": {1}}], ({"a": []}, 2)])
 def test_static_fields_need_not_be_hashable(value):
     """JAX compares structures by them, no more."""

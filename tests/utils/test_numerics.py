@@ -63,7 +63,7 @@ def test_empty(empty):
     assert isin(empty, empty, 0).shape == (0,)
 
 
-@pytest.mark.quick("300-int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32])
 @pytest.mark.parametrize("max_item", [3, 300])
 def test_any_integer_type(dtype, max_item):
@@ -189,6 +189,7 @@ def test_summands_larger_than_the_sum():
         assert (float(total), float(lost)) == (2.0, 0.0)
 
 
+@pytest.mark.slow
 def test_what_is_lost_makes_the_sum_exact():
     total, lost = kahan_summation(jnp.float32(1e8), jnp.float32(1.0))
     assert float(total) == 1e8

@@ -48,7 +48,7 @@ def test_other_generators(impl):
         np.testing.assert_array_equal(next(key_chain(legacy, 2)), data(item))
 
 
-@pytest.mark.quick("shape2")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [4, np.int64(4), (4,)])
 def test_integer_shape(shape):
     rng = jax.random.key(0)
@@ -75,6 +75,7 @@ def test_chains_do_not_disturb_each_other():
         assert data(next(first)).tolist() == data(next(second)).tolist()
 
 
+@pytest.mark.slow
 def test_endless_and_lazy(monkeypatch: pytest.MonkeyPatch):
     splits: list[int] = []
     split = jax.random.split

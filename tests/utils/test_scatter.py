@@ -204,6 +204,7 @@ class Labelled:
         return {"mode": "drop"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"a": [x]}, Buffer])
 def test_nodes_that_match_and_have_options(wrap):
     a, b = Labelled(jnp.array([0, 1, 0]), ("p", "q")), Labelled(jnp.array([0]), ("r",))

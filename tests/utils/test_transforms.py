@@ -173,7 +173,7 @@ def norm(x, order=2, scale=1.0):
 X = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3)
 
 
-@pytest.mark.quick("<lambda>1", "<lambda>2", "<lambda>3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -408,6 +408,7 @@ def test_linearize_raises_where_no_derivative_may_pass(name):
         linearize(lambda n, x: (BLOCKED[name](x), n), 3, x, has_aux=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSED)
 def test_linearize_where_the_derivative_passes_by(name):
     x = jnp.arange(3.0)

@@ -64,6 +64,7 @@ def test_tree_functions_take_values_apart(make):
     assert_value(tree_structure(make(X)).unflatten(jtu.tree_leaves(make(2 * X))), cls, 2 * X)
 
 
+@pytest.mark.slow
 def test_stacked_values_are_scanned_over():
     weights = [strict_pair(i * jnp.eye(2)) for i in (1.0, 2.0, 3.0)]
     apply = ql.quaxify(lambda x, w: x @ w)
@@ -139,6 +140,7 @@ def test_lenses_of_values():
 # Inside quaxify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit, lambda f: lambda *args: jax.vmap(f)(*args)])
 def test_jit(make, outer):

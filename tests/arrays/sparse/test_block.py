@@ -258,7 +258,7 @@ def test_products_without_rows(stored):
         assert out.shape == (*shape[:-1], 24 - shape[-1])
 
 
-@pytest.mark.quick("float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)

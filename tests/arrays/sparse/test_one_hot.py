@@ -74,7 +74,7 @@ def test_rows_can_be_scanned():
     agrees(f, normal(3, 4), STACKED)
 
 
-@pytest.mark.quick("bessel_i1e", "floor", "reduce_precision", "tanh")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_functions_that_keep_zero_keep_the_type(name):
     functions = {

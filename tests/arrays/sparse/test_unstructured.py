@@ -414,6 +414,7 @@ def test_booleans():
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_empty_slice_is_zero():
     grad = jax.grad(
         lambda data: ql.quaxify(lambda x: jnp.sum(x[:0] * jnp.ones((0, 12))))(a_matrix().replace(data=data))

@@ -70,7 +70,7 @@ def _references(family, case):
 _QUICK = (*("_act_asym", "gemm_g32", "_group_asym", "nvfp4", "small_block", "ue8m0_dtype", "extreme", "_b3"),)
 
 
-@pytest.mark.quick("fp8/modelopt_nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(c, marks=() if c.endswith(_QUICK) else pytest.mark.slow) for c in _cases()]
 )

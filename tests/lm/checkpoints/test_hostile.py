@@ -37,7 +37,7 @@ def adapter(tmp_path):
     return with_entries
 
 
-@pytest.mark.quick("entries2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entries",
     [

@@ -56,6 +56,7 @@ def test_what_is_trained(folder):
     assert "pass" not in marked.values()
 
 
+@pytest.mark.slow
 def test_pickled_types(folder):
     expected = np.load(folder / "weights.npz")
     found = pickle.loads((folder / "weights.pickle").read_bytes())
@@ -64,12 +65,14 @@ def test_pickled_types(folder):
         _equal(x, expected[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", written.FORMATS)
 def test_published_formats(folder, name):
     (x,) = lm.read(folder / name / written.FORMATS[name][0]).values()
     np.testing.assert_array_equal(x.materialise(), np.load(folder / name / "x.npy"))
 
 
+@pytest.mark.slow
 def test_adapters(folder):
     model = written.linear()
     base = {name: w.w for name, w in model.items()}

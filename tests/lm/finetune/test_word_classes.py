@@ -105,6 +105,7 @@ def test_rows_that_are_refused(row, message):
         words_of(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tags", "options", "names"),
     [

@@ -43,6 +43,7 @@ def test_logits(name):
     agree(logits[seen], z[f"{name}/logits_f32"][seen])
 
 
+@pytest.mark.slow
 def test_texts_go_on_as_the_logits_say():
     z, name = np.load(_IO), "qwen2_f32"
     ids = z[f"{name}/input_ids"][:1]
@@ -194,6 +195,7 @@ def test_a_stack_of_gpt_oss_that_is_none(tmp_path):
         opened["model.layers.0.mlp.experts.down_proj"]
 
 
+@pytest.mark.slow
 def test_stacks_of_experts(tmp_path):
     """Two tensors of the file are one of the model, and stay quantised."""
     quantised = lambda *shape: ql.BlockArray.quantize(jnp.asarray(normal(*shape)), codec="q8_0")

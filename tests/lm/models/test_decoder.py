@@ -31,7 +31,7 @@ def logits_of(model, z):
         return jax.jit(run)(model, z["input_ids"], z["attention_mask"].astype(bool))
 
 
-@pytest.mark.quick("llama_llama3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -202,7 +202,7 @@ def test_an_output_layer_that_is_tied_becomes_one_of_its_own(options):
     agree(ql.quaxify(moved)(ids, seen), wanted, 1e-4)
 
 
-@pytest.mark.quick("options0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

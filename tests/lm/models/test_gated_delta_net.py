@@ -54,7 +54,7 @@ def _case(rng, tokens, heads=2):
     return query, key, value, decay, share, rng.normal(size=(heads, 5, 3))
 
 
-@pytest.mark.quick("7-begins1", "150-begins3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "begins"), [(1, ()), (7, (0, 4)), (150, ()), (150, (3, 64, 65, 140))])
 def test_the_chunked_form_is_the_recurrence(tokens, begins):
     case = _case(np.random.default_rng(0), tokens)
@@ -69,6 +69,7 @@ def test_the_chunked_form_is_the_recurrence(tokens, begins):
         np.testing.assert_allclose(state[head], last, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_derivatives_of_the_chunked_form():
     """They are finite where a text ends within a chunk and decay is strong, and agree with differences."""
     case = list(_case(np.random.default_rng(1), 70))

@@ -98,6 +98,7 @@ def test_rows_of_tensors_of_two_types_become_dense(checkpoint, tmp_path):
     assert np.std(found - whole) < 0.1 * np.std(whole)
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_shared_expert_may_be_a_vector(checkpoint, tmp_path):
     """Files of llama.cpp's converter have it without the axis of one row."""
     source, model = checkpoint("qwen3_next")

@@ -40,6 +40,7 @@ def model():
     return _drawn()
 
 
+@pytest.mark.slow
 def test_layers_without_keys_and_values(model):
     assert model.config.sources == (0, 1, 0, 1)
     names = named_arrays(model)
@@ -90,6 +91,7 @@ def test_caches_of_few_bits(model):
     assert np.std(exact - rounded) < 0.2 * np.std(exact)
 
 
+@pytest.mark.slow
 def test_packed_texts_do_not_see_each_other(model):
     ids = np.random.default_rng(0).integers(0, 40, 12).astype(np.int32)
     logits = jax.jit(lambda ids, segments: model.logits(model.hidden(ids, ids >= 0, segments)))

@@ -186,7 +186,7 @@ def test_a_base_that_does_not_fit_the_adapter(tmp_path):
             peft.save_adapter(tmp_path / "adapter", model, base=base)
 
 
-@pytest.mark.quick("orthogonal", "Gaussian", "eva", "True", "False")
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["mica", "orthogonal", "Gaussian", "eva", True, False])
 def test_initialisations_that_leave_the_base_alone(init, tmp_path):
     peft.save_adapter(tmp_path, model := adapted("gaussian"))
