@@ -74,6 +74,8 @@ class Gguf:
     """The largest values of entries for which llama.cpp computes the same, up to rounding."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
+    nulls: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The numbers that stand for entries that are None, where llama.cpp has a default for a missing key."""
     permuted: bool = False
     """Whether llama.cpp's rotary embeddings require the rows of q and k to be permuted."""
     output: Literal["", "own", "tied"] = ""
@@ -87,6 +89,11 @@ class Gguf:
     """Whether llama.cpp assumes that the number of heads times the head size is the hidden size."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp, rather than always using the defaults."""
+    windowed: bool = False
+    """Whether sizes and rotations differ between layers with and without a window. These are then read and
+    written by `quaxlike.lm.gguf.window_layers`."""
+    vocabulary: str = ""
+    """The value of `tokenizer.ggml.model` for vocabularies with byte fallback, if it isn't "llama"."""
 
 
 #: Suffixes of class names for sequence and token classification.
@@ -359,6 +366,20 @@ FAMILIES: dict[str, Family] = {
         },
         required={"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
         heads=(),
+        gguf=Gguf(
+            "gemma4", "gemma4_text", windowed=True, vocabulary="gemma4",
+            config={"final_logit_softcapping": 30.0}, nulls={"final_logit_softcapping": 0.0},
+            parts={
+                "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
+            },
+            keys={
+                _WINDOW: "sliding_window", "final_logit_softcapping": "final_logit_softcapping",
+                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            },
+        ),
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),

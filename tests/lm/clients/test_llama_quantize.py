@@ -15,8 +15,9 @@ from quaxlike import lm
 from quaxlike.lm import convert, generate, load, peft, save
 from quaxlike.lm.gguf import mixtures, writer
 from quaxlike.lm.gguf.blocks import BLOCK_TYPES, read_blocks
-from quaxlike.lm.gguf.config import metadata_of
+from quaxlike.lm.gguf.config import metadata_of, rope_tensors
 from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.lm.models.decoder_config import completed
 from quaxlike.lm.text import TextTokenizer
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.clients import test_llama_cpp as others
@@ -81,6 +82,7 @@ PRESETS = {"q4_k_m": 15, "q5_k_m": 17, "mxfp4_moe": 38, "q8_0": 7, "q6_k": 18, "
         ("qwen3_moe", {"moe_intermediate_size": 256}),
         ("gpt_oss", {"rope_scaling": None}),
         ("qwen3_5_text", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 64}),
     ],
 )
 def test_types_of_presets(name, sizes, tmp_path, compare):
@@ -94,8 +96,9 @@ def test_types_of_presets(name, sizes, tmp_path, compare):
     model = Decoder(DecoderConfig.from_json(config), key=jax.random.key(0))
     if name == "gpt_oss":
         config["layer_types"] = ["full_attention", "sliding_attention"] * 2 + ["full_attention"]
-    arrays, metadata = named_arrays(model), metadata_of(config)
-    writer.write(tmp_path / "f32.gguf", arrays, metadata)
+    arrays, metadata = named_arrays(model), metadata_of(completed(config))
+    tensors = {**arrays, **rope_tensors(completed(config))}
+    writer.write(tmp_path / "f32.gguf", tensors, metadata)
 
     def types(path):
         file = GGUFReader(path)
@@ -109,7 +112,7 @@ def test_types_of_presets(name, sizes, tmp_path, compare):
         options.ftype, options.nthread = number, 2
         paths = [str(tmp_path / file).encode() for file in ("f32.gguf", "theirs.gguf")]
         assert program.llama_model_quantize(*paths, ctypes.byref(options)) == 0
-        writer.write(tmp_path / "ours.gguf", arrays, metadata, mixtures.mixture_of(model, preset))
+        writer.write(tmp_path / "ours.gguf", tensors, metadata, mixtures.mixture_of(model, preset))
         found, wanted = types(tmp_path / "ours.gguf"), types(tmp_path / "theirs.gguf")
         assert found == wanted, preset
         compare("llama.cpp", "GGUF, its presets", name, "types of tensors", found == wanted, True)
