@@ -173,7 +173,8 @@ _EXPERTS = _LLAMA | {
 _GEMMA4 = _LLAMA | {
     "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2,
     "layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 3, "global_head_dim": 32,
-    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 32, "enable_moe_block": True,
+    "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 _DECODERS = {"Llama": _LLAMA, "experts": _EXPERTS, "Gemma 4": _GEMMA4}
 

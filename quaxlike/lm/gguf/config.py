@@ -67,6 +67,8 @@ def config_of(
             config[other] = product // known
         elif product is not None:
             raise file_error(path, prefix + key, f"{product} is no multiple of {factor}, which is {known}")
+    if family.experts_beside:
+        config[family.experts_beside] = bool(config.get("num_experts"))
     if more := _more_layers(path, prefix, family, metadata):
         config["num_hidden_layers"] -= more
     if family.attends and (recurrent := metadata.get(prefix + _RECURRENT)) is not None:

@@ -205,6 +205,13 @@ class DecoderConfig(Config):
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sources", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
+        if family.experts_beside:
+            sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            if not fields.get(family.experts_beside):
+                fields |= dict.fromkeys(sizes)
+            elif missing := next((name for name in sizes if not fields.get(name)), None):
+                name = family.renamed.get(missing, missing)
+                raise refused(name, fields.get(missing), label, f"a number with {family.experts_beside}=True")
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
@@ -395,6 +402,8 @@ def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tup
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
     some = bool(config.family.experts) and fields.get("num_experts") != 0
+    if entry := config.family.experts_beside:
+        some = bool(fields.get(entry))
 
     def sparse(layer: int) -> bool:
         return some and layer not in dense and (layer + 1) % step == 0
@@ -447,6 +456,8 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     whole["sliding_window"] = parsed.sliding_window or None
     if parsed.global_head_dim:
         whole |= {name: getattr(parsed, name) for name in _OF_KINDS}
+    if family.experts_beside and not any(parsed.sparse):
+        whole |= dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"))
     kinds = {mixer: kind for kind, mixer in family.mixers.items()}
     usual = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
     whole["layer_types"] = [kinds.get(mixer, kind) for mixer, kind in zip(parsed.mixers, usual, strict=True)]

@@ -143,6 +143,10 @@ _GEMMA4 = {
 }  # fmt: skip
 OTHERS |= {
     "gemma4_text": ("gemma3", _GEMMA4),
+    "gemma4_text, experts": ("llama2", {
+        **_GEMMA4, "vocab_size": 32000, "vocab_size_per_layer_input": 32000, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64,
+    }),
     "gemma4_text, keys are values": ("gemma3", {
         **_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
         "num_global_key_value_heads": 1,
@@ -172,7 +176,7 @@ def random_model(config):
     def drawn(name, x):
         noise = rng.normal(size=x.shape)
         if x.ndim == 1:
-            return 0.1 * noise + (1 - offset if "norm" in name or name.endswith("scalar") else 0)
+            return 0.1 * noise + (1 - offset if "norm" in name or name.endswith(("scalar", "scale")) else 0)
         scaled = model.config.family.scaled_embedding
         return noise * ((0.3 if scaled else 1) if "embed" in name else 1.5 * x.shape[-1] ** -0.5)
 

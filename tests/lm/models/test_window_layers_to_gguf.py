@@ -24,6 +24,9 @@ _KEYS_ARE_VALUES = {
     "num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
     "hidden_size_per_layer_input": 0,
 }  # fmt: skip
+_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 _BY_LAYER = {
     "num_kv_shared_layers": 0, "layer_types": None, "global_head_dim": None,
     "per_layer_config": {"4": {"head_dim": 16, "num_key_value_heads": 2}},
@@ -35,7 +38,9 @@ _BY_LAYER = {
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("changes", [{}, _KEYS_ARE_VALUES, _BY_LAYER, {"final_logit_softcapping": 5.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, _KEYS_ARE_VALUES, _BY_LAYER, _EXPERTS, {"final_logit_softcapping": 5.0}]
+)
 def test_a_file_is_the_model(changes, checkpoint, tmp_path):
     source, model = checkpoint("gemma4_text", **changes)
     save(tmp_path / "m.gguf", model, source, format="gguf")
@@ -54,20 +59,34 @@ def test_a_file_is_the_model(changes, checkpoint, tmp_path):
 
 def test_adapters_and_quantised_weights(checkpoint, tmp_path):
     source, model = checkpoint("gemma4_text")
-    adapted = _adapted(model, where=["q_proj", "per_layer_input_gate", "per_layer_model_projection"])
+    adapted = _adapted(model, where=["q_proj", "per_layer_input_gate"])
     peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, source)
     save(tmp_path / "base.gguf", model, source, format="gguf")
     save(tmp_path / "merged.gguf", ql.merge(adapted), source, format="gguf")
     file = open_gguf(tmp_path / "lora.gguf")
-    for name in ("blk.4.attn_q.weight", "blk.0.inp_gate.weight", "per_layer_model_proj.weight"):
+    for name in ("blk.4.attn_q.weight", "blk.0.inp_gate.weight"):
         a, b = (np.asarray(file[f"{name}.lora_{side}"]) for side in "ab")
         merged, base = (_in_file(tmp_path / path, name) for path in ("merged.gguf", "base.gguf"))
         np.testing.assert_allclose(b @ a, merged - base, atol=1e-5, err_msg=name)
+    ignored = _adapted(model, where=["per_layer_model_projection"])
+    with pytest.raises(ValueError, match=r"does not apply adapters to per_layer_model_proj\.weight"):
+        peft.save_gguf_adapter(tmp_path / "ignored.gguf", ignored, source)
     save(tmp_path / "q.gguf", model, source, format="gguf", quantize="q4_0")
     kinds = {name: tensor.kind for name, tensor in open_gguf(tmp_path / "q.gguf")._tensors.items()}
     names = ("per_layer_token_embd", "per_layer_model_proj", "blk.0.proj", "blk.0.layer_output_scale")
     assert [kinds[f"{name}.weight"] for name in names] == [8, 0, 2, 0]
     load(tmp_path / "q.gguf")
+
+
+def test_adapters_of_experts_contain_their_scales(checkpoint, tmp_path):
+    """llama.cpp scales the outputs of experts before it adds those of adapters."""
+    source, model = checkpoint("gemma4_text", **_EXPERTS)
+    adapted = _adapted(model, where=["model.layers.0.experts.down_proj"])
+    peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, source)
+    file, layer = open_gguf(tmp_path / "lora.gguf"), adapted.model.layers[0]
+    a, b = (np.asarray(file[f"model.layers.0.experts.down_proj.lora_{side}"]) for side in "ab")
+    wanted = layer.router.per_expert_scale[:, None, None] * layer.experts.down_proj.delta()
+    np.testing.assert_allclose(b @ a, wanted, rtol=1e-4, atol=1e-6)
 
 
 def _file(checkpoint, tmp_path, **changes):
