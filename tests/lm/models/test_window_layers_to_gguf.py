@@ -81,6 +81,7 @@ def test_adapters_and_quantised_weights(checkpoint, tmp_path):
 def test_adapters_of_experts_contain_their_scales(checkpoint, tmp_path):
     """llama.cpp scales the outputs of experts before it adds those of adapters."""
     source, model = checkpoint("gemma4_text", **_EXPERTS)
+    assert not any("router" in name for name in ql.select(model))
     adapted = _adapted(model, where=["model.layers.0.experts.down_proj"])
     peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, source)
     file, layer = open_gguf(tmp_path / "lora.gguf"), adapted.model.layers[0]
