@@ -74,6 +74,8 @@ class Gguf:
     """The largest values of entries for which llama.cpp computes the same, up to rounding."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
+    nulls: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The numbers that stand for entries that are None, where llama.cpp has a default for a missing key."""
     permuted: bool = False
     """Whether llama.cpp's rotary embeddings require the rows of q and k to be permuted."""
     output: Literal["", "own", "tied"] = ""
@@ -87,6 +89,16 @@ class Gguf:
     """Whether llama.cpp assumes that the number of heads times the head size is the hidden size."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp, rather than always using the defaults."""
+    windowed: bool = False
+    """Whether sizes and rotations differ between layers with and without a window. These are then read and
+    written by `quaxlike.lm.gguf.window_layers`."""
+    without_adapters: tuple[str, ...] = ()
+    """Tensors that llama.cpp doesn't apply adapters to."""
+    adapter_scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Arrays that llama.cpp scales experts by before it adds their adapters, which must therefore contain
+    these scales. They are given by transformers' names within a layer."""
+    vocabulary: str = ""
+    """The value of `tokenizer.ggml.model` for vocabularies with byte fallback, if it isn't "llama"."""
 
 
 #: Suffixes of class names for sequence and token classification.
@@ -156,6 +168,8 @@ class Family:
 
     experts: Literal["", "out_in", "in_out"] = ""
     """Whether there are experts, and how their matrices are laid out."""
+    experts_beside: str = ""
+    """The boolean entry that adds experts next to each feed-forward layer, rather than in place of it."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
     """The names of an expert's matrices in files that have a separate tensor for each expert."""
@@ -207,7 +221,7 @@ class Family:
         folds: dict[str, list[str]] = {}
         if not self.norm_offset:
             folds["" if self.sharing else before] = [f"self_attn.{x}" for x in first]
-            folds["" if self.experts else before_mlp] = [f"mlp.{x}" for x in wide]
+            folds["" if self.experts and not self.experts_beside else before_mlp] = [f"mlp.{x}" for x in wide]
         if self.gated and not self.fused:
             folds["mlp.up_proj"] = ["mlp.down_proj"]
         return {
@@ -223,6 +237,7 @@ _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "ml
 _GEMMA4_ENTRIES = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
     *("use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "per_layer_config"),
+    *("enable_moe_block", "top_k_experts"),
 )
 #: Entries of `config.json` that are only used by some families.
 OF_FEW = (
@@ -345,8 +360,10 @@ FAMILIES: dict[str, Family] = {
         mixers={"full_attention": "global_attention", "sliding_attention": "local_attention"},
         sharing={"global_attention": "global_queries", "local_attention": "local_queries"},
         beside=r"layers\.\d+\.self_attn\.[kv]_(proj|norm)",  # of layers that share them
-        entries=("attention_bias", "final_logit_softcapping", *_GEMMA4_ENTRIES),
+        entries=("attention_bias", "final_logit_softcapping", "moe_intermediate_size", *_GEMMA4_ENTRIES),
+        experts="out_in", experts_beside="enable_moe_block", renamed={"num_experts_per_tok": "top_k_experts"},
         defaults={
+            "norm_topk_prob": True,
             "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
             "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
             "vocab_size": 262144, "max_position_embeddings": 131072,
@@ -357,8 +374,33 @@ FAMILIES: dict[str, Family] = {
                 },
             },
         },
-        required={"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
+        required={"use_bidirectional_attention": (None, "vision")},
         heads=(),
+        gguf=Gguf(
+            "gemma4", "gemma4_text", windowed=True, vocabulary="gemma4",
+            without_adapters=("per_layer_model_proj.weight",),
+            adapter_scales={"experts.down_proj": "router.per_expert_scale"},
+            config={"final_logit_softcapping": 30.0}, nulls={"final_logit_softcapping": 0.0},
+            parts={
+                "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
+                "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+                "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+                "ffn_down_exps.weight": "experts.down_proj",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            },
+            keys={
+                _WINDOW: "sliding_window", "final_logit_softcapping": "final_logit_softcapping",
+                "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_count": "num_experts", "expert_used_count": "top_k_experts",
+                "expert_feed_forward_length": "moe_intermediate_size",
+            },
+        ),
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),

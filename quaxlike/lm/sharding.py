@@ -28,7 +28,7 @@ from .families import names_of
 
 # How to shard layers, by the last components of their names in transformers, Equinox and Flax. (Decoders in
 # the table of architectures can have other names.) We shard "out" layers along their outputs, and "in" layers
-# along their inputs.
+# along their inputs. "whole" layers are replicated, since they are too small to be worth it.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -40,7 +40,10 @@ _KINDS = {
         *("o_proj", "out_proj", "output_proj", "down_proj", "fc2", "fc_out", "wo"),
         *("dense_4h_to_h", "output.dense", "attention.dense", "attention.out"),
     ),
-    "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
+    "vocabulary": (
+        *("lm_head", "embed_out", "embed_tokens", "embed_tokens_per_layer", "word_embeddings", "embed_in"),
+    ),
+    "whole": ("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
 }
 # Stacks of matrices and biases that have one entry for each expert. The layers themselves can be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
@@ -254,7 +257,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Returns how to shard a layer ("out", "in", "vocabulary" or None), and whether this is required."""
+    """Returns how to shard a layer (a key of `_KINDS` or None), and whether this is required."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -278,7 +281,7 @@ def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | 
         return (
             jax.P(*[axis if i == ndim - n_out else None for i in range(ndim)]) if kind == "out" else jax.P()
         )
-    if kind is None or ndim < 2:
+    if kind in (None, "whole") or ndim < 2:
         return jax.P()
     if kind == "vocabulary":
         cut = -2

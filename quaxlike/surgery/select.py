@@ -145,7 +145,7 @@ def is_router(layer: str, arrays: Iterable[str]) -> bool:
 
     We need to check this, as layers named `gate` are also found in other modules.
     """
-    module, _, own = layer.rpartition(".")
+    module, _, own = layer.removesuffix(".proj").rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
 

@@ -69,6 +69,21 @@ def test_layers_that_cannot_be_told_are_divided_where_that_is_possible():
     assert specs[1].bias == jax.P("model")
 
 
+def test_embeddings_of_each_layer():
+    """The table is divided by tokens. What is projected to all layers, or to few features, is not."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DecoderConfig.from_json(
+        {"architectures": ["Gemma4ForCausalLM"], **sizes, "vocab_size": 48, "vocab_size_per_layer_input": 48}
+    )
+    model = eqx.filter_eval_shape(Decoder, config, key=KEY)
+    specs = specs_for(model, tensor_parallel(model, MESH))
+    assert specs.model.embed_tokens_per_layer.weight == jax.P("model", None)
+    parts = specs.model, *(2 * [specs.model.layers[0]])
+    names = "per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"
+    assert {getattr(part, name).weight for part, name in zip(parts, names, strict=True)} == {jax.P()}
+    assert specs.model.layers[1].self_attn.o_proj.weight == jax.P(None, "model")
+
+
 def test_weights_that_are_stored_the_other_way_round():
     config = DecoderConfig.from_json(
         {"architectures": ["GPT2LMHeadModel"],

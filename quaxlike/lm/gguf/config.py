@@ -12,6 +12,7 @@ from ..._checked import is_finite
 from ...files.errors import CheckpointError, file_error, quoted
 from ..families import FAMILIES, Family, Gguf
 from ..folders.entries import warn_of_unknown
+from . import window_layers
 from .names import family_of
 
 # Maps metadata keys, without the architecture's prefix, to the equivalent entries of `config.json`.
@@ -56,14 +57,18 @@ def config_of(
         "model_type": own.model_type, "dtype": "float32", **own.config,
     }  # fmt: skip
     for key, entry in {**_KEYS, **own.keys}.items():
+        if own.windowed and key in window_layers.LISTS:
+            continue
         if (value := _number(path, prefix + key, metadata)) is not None:
-            config[entry] = value
+            config[entry] = None if value == own.nulls.get(entry) else value
     for key, (factor, other) in own.products.items():
         product, known = _number(path, prefix + key, metadata), config.get(factor)
         if type(product) is int and type(known) is int and known > 0 and product % known == 0:
             config[other] = product // known
         elif product is not None:
             raise file_error(path, prefix + key, f"{product} is no multiple of {factor}, which is {known}")
+    if family.experts_beside:
+        config[family.experts_beside] = bool(config.get("num_experts"))
     if more := _more_layers(path, prefix, family, metadata):
         config["num_hidden_layers"] -= more
     if family.attends and (recurrent := metadata.get(prefix + _RECURRENT)) is not None:
@@ -75,12 +80,18 @@ def config_of(
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) != rows:
             raise file_error(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
+        if "vocab_size_per_layer_input" in family.entries:
+            config["vocab_size_per_layer_input"] = rows  # llama.cpp requires these to be equal
     config["tie_word_embeddings"] = "output.weight" not in shapes
     for entry, tensor in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_up")):
         config.setdefault(entry, own.biases and f"blk.0.{tensor}.bias" in shapes)
     if own.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(own, config)
-    config |= _rope(path, metadata, prefix, config, shapes, read, family.partial)
+    if own.windowed and "num_hidden_layers" in config:  # there is none in the file of an adapter
+        config.pop("rope_theta", None)
+        config |= window_layers.entries_of(path, prefix, metadata, shapes, read, config)
+    else:
+        config |= _rope(path, metadata, prefix, config, shapes, read, family.partial)
     if own.rope_keys:
         numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
         original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
@@ -178,6 +189,7 @@ def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, 
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
     known = {*_KEYS, *own.keys, *own.products, *own.rope_keys, own.marker, *_OTHERS}
     known |= {*_WITHOUT_EFFECT, *([_SECTIONS] if own.sections else [])}
+    known |= {*window_layers.KEYS} if own.windowed else set()
     unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
     warn_of_unknown(str(path), unknown, ())
 
@@ -332,7 +344,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = config.get("num_attention_heads")
     defaults = {
         "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
-        "num_experts": config.get("num_local_experts"),
+        "num_experts": config.get("num_local_experts"), **own.nulls,
     }  # fmt: skip
     values: dict[str, Any] = {}
     for key, entry in {**_KEYS, **own.keys}.items():
@@ -370,6 +382,17 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has heads of {wide} numbers together, for hidden_size={config['hidden_size']}; "
             f"llama.cpp takes these to be equal in models of type {own.model_type!r}."
         )
+    values |= (
+        window_layers.values_of(config, rope) if own.windowed else _rope_values(config, rope, family, own)
+    )
+    return {"general.architecture": own.name, **{f"{own.name}.{key}": x for key, x in values.items()}}
+
+
+def _rope_values(
+    config: Mapping[str, Any], rope: Mapping[str, Any], family: Family, own: Gguf
+) -> dict[str, Any]:
+    """Converts the rotary parameters to metadata. (For those stored as tensors, see `rope_tensors`.)"""
+    values: dict[str, Any] = {}
     kind, share = _rope_kind(rope), rope.get("partial_rotary_factor", 1.0)
     if share != 1 and not family.partial:
         if kind != "default":
@@ -390,12 +413,18 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if original := rope.get("original_max_position_embeddings"):
         values["rope.scaling.original_context_length"] = original
     values |= {key: float(rope[entry]) for key, entry in own.rope_keys.items() if rope.get(entry)}
-    return {"general.architecture": own.name, **{f"{own.name}.{key}": x for key, x in values.items()}}
+    return values
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Computes the tensors that llama.cpp uses to store scaled rotary frequencies (Llama 3 and LongRoPE)."""
+    """Computes the tensors that llama.cpp uses to store scaled rotary frequencies.
+
+    These are used by Llama 3, LongRoPE and Gemma 4.
+    """
     rope = _rope_parameters(config)
+    known = [family.gguf for family in FAMILIES.values() if family.gguf]
+    if any(own.windowed for own in known if own.model_type == config.get("model_type")):
+        return {window_layers.FACTORS: window_layers.factors_of(config["global_head_dim"], rope)}
     if _rope_kind(rope) == "longrope":
         return {
             f"rope_factors_{kind}.weight": np.asarray(rope[f"{kind}_factor"], np.float32)

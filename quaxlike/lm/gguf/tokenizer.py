@@ -13,6 +13,7 @@ from typing import Any
 
 from ...files.errors import CheckpointError, file_error, quoted
 from ...files.json_text import read_json_file
+from ..families import FAMILIES
 from ..folders.added_tokens import completed
 
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,6 +50,8 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 #: also prepend BOS by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+# How llama.cpp splits inputs before applying the merges of a "gemma4" vocabulary.
+_LINES = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
 #: The maximum length of a merged token. We try splitting each token at every position, which would take too
 #: long for longer tokens.
 LONGEST = 1_024
@@ -57,8 +60,8 @@ LONGEST = 1_024
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the tokeniser in a GGUF file's metadata to a `tokenizer.json`.
 
-    The result can be loaded with `tokenizers.Tokenizer.from_str(json.dumps(…))`. Both byte-level BPE ("gpt2")
-    and SentencePiece ("llama") vocabularies are supported.
+    The result can be loaded with `tokenizers.Tokenizer.from_str(json.dumps(…))`. The supported vocabularies
+    are byte-level BPE ("gpt2"), SentencePiece ("llama"), and SentencePiece with merges ("gemma4").
 
     **Raises:** `CheckpointError` for any other kind of vocabulary, or if the vocabulary is inconsistent.
     """
@@ -70,10 +73,9 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return file_error(path, f"tokenizer.ggml.{key}", problem)
 
     model, tokens = get("model"), get("tokens")
-    if model not in ("gpt2", "llama"):
-        raise damaged(
-            "model", f"'gpt2' and 'llama' can be read; found {quoted(model)}. Use a tokenizer.json instead"
-        )
+    if model not in _READERS:
+        known = ", ".join(_READERS)
+        raise damaged("model", f"{known} can be read; found {quoted(model)}. Use a tokenizer.json instead")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise damaged("tokens", "expected the texts of all tokens")
     kinds = get("token_type", [1] * len(tokens))
@@ -91,10 +93,8 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (*special, USER_DEFINED)
     ]  # fmt: skip
-    parts = (
-        _byte_level(vocab, get, damaged) if model == "gpt2" else _sentencepiece(vocab, kinds, get, damaged)
-    )
-    begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES)
+    parts = _READERS[model](vocab, kinds, get, damaged)
+    begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES) or model == "gemma4"
     ends = get("add_eos_token", False)
     names = [name for name, is_added in (("bos", begins), ("eos", ends)) if is_added]
     around = [_token(tokens, get(f"{name}_token_id"), name, damaged) for name in names]
@@ -104,14 +104,19 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]:
-    merges, pre = get("merges"), get("pre", "absent")
+def _pairs(vocab: dict[str, int], get: Any, damaged: Any) -> list[list[str]]:
+    merges = get("merges")
     if not isinstance(merges, list) or not all(isinstance(m, str) and m.count(" ") == 1 for m in merges):
         raise damaged("merges", "expected pairs of tokens, with a space between them")
     pairs = [merge.split(" ") for merge in merges]
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
         raise damaged("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
+    return pairs
+
+
+def _byte_level(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
+    pairs, pre = _pairs(vocab, get, damaged), get("pre", "absent")
     if not isinstance(pre, str) or pre not in PATTERNS:
         known = ", ".join(PATTERNS)
         raise damaged(
@@ -153,7 +158,36 @@ def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: A
         for cut in range(1, len(token))
         if cut in lengths and len(token) - cut in lengths and token[:cut] in plain and token[cut:] in plain
     ]
-    prefix = get("add_space_prefix", True)
+    return _with_spaces(vocab, kinds, pairs, get("add_space_prefix", True))
+
+
+def _merged(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
+    pairs = _pairs(vocab, get, damaged)
+    if split := _line_breaks_apart(vocab, pairs):
+        raise damaged("merges", f"do not form the token {quoted(split)}, which llama.cpp never splits")
+    return {**_with_spaces(vocab, kinds, pairs, False), "pre_tokenizer": _LINES}
+
+
+_READERS: dict[Any, Any] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _merged}
+
+
+def _line_breaks_apart(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> str | None:
+    """Returns a token of several line breaks that merges don't form. llama.cpp takes these as they are."""
+    rank = {(a, b): i for i, (a, b) in reversed([*enumerate(merges)])}
+    for text in (text for text in vocab if len(text) > 1 and not text.strip("\n")):
+        parts = list(text) if len(text) <= LONGEST else []
+        while found := [(rank[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in rank]:
+            _, i = min(found)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if parts != [text]:
+            return text
+    return None
+
+
+def _with_spaces(
+    vocab: dict[str, int], kinds: list[Any], pairs: list[list[str]], prefix: bool
+) -> dict[str, Any]:
+    """Describes a tokeniser that replaces spaces by "▁", optionally with another one in front."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
@@ -231,13 +265,17 @@ def vocabulary_of(
     described = completed(folder, read_json_file(path, "the tokeniser"))
     vocab, merges = _model(path, described)
     tokens, kinds, added = _tokens(path, described, vocab, rows)
+    around_texts = _around(path, described.get("post_processor"))
     if described["model"].get("byte_fallback"):
-        keys = _sentencepiece_keys(path, described, vocab, merges, tokens, kinds, added)
+        _mark_kinds(described, vocab, {a + b for a, b in merges}, tokens, kinds, added)
+        is_merged = around_texts[0] and _vocabulary(config) == "gemma4"
+        keys = _merged_keys(described, vocab, merges) if is_merged else {}
+        keys = keys or _sentencepiece_keys(path, described, vocab, merges, tokens, kinds)
     else:
         merged = [" ".join(pair) for pair in merges]
         keys = {"model": "gpt2", "pre": _split_by(path, described), "merges": merged}
     ids = {token: i for i, token in enumerate(tokens)}
-    marks = zip(("bos", "eos"), _around(path, described.get("post_processor")), strict=True)
+    marks = zip(("bos", "eos"), around_texts, strict=True)
     around = {kind: _number(path, ids, token) for kind, token in marks if token}
     keys |= {"tokens": tokens, "token_type": kinds} | _special(folder, config, ids, special, around)
     keys |= {f"add_{kind}_token": kind in around for kind in ("bos", "eos")}
@@ -372,6 +410,47 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
     return next((name for name in names if (name in IGNORE_MERGES) == ignores), names[0])
 
 
+def _vocabulary(config: Mapping[str, Any]) -> str:
+    known = (family.gguf for family in FAMILIES.values() if family.gguf)
+    return next((gguf.vocabulary for gguf in known if gguf.model_type == config.get("model_type")), "")
+
+
+def _mark_kinds(
+    described: Mapping[str, Any],
+    vocab: Mapping[str, int],
+    made: set[str],
+    tokens: list[str],
+    kinds: list[int],
+    added: Mapping[str, int],
+) -> None:
+    """Marks bytes and the unknown token in `kinds`, given the tokens that are `made` by merges."""
+    for i, token in enumerate(tokens):
+        if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
+            kinds[i] = BYTE
+        elif token in added and token in made and "▁" in token:
+            # This is an added token for whitespace that is also the result of a merge.
+            kinds[i] = _NORMAL
+    unknown = described["model"].get("unk_token")
+    if isinstance(unknown, str) and unknown in vocab:
+        kinds[vocab[unknown]] = UNKNOWN
+
+
+def _merged_keys(
+    described: Mapping[str, Any], vocab: Mapping[str, int], merges: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """Returns the keys of a "gemma4" vocabulary, or `{}` if llama.cpp would then split texts differently."""
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    before = described.get("pre_tokenizer")
+    is_whole = before in (None, _LINES) or before.get("pattern") == {"String": " "}
+    mixed = any("\n" in a + b and (a + b).strip("\n") for a, b in merges) and before != _LINES
+    if not is_whole or mixed or _steps(described.get("normalizer"), "normalizers") != [space]:
+        return {}
+    if any(" " in a + b for a, b in merges) or _line_breaks_apart(vocab, merges):
+        return {}
+    merged = [" ".join(pair) for pair in merges]
+    return {"model": "gemma4", "merges": merged, "add_space_prefix": False}
+
+
 def _sentencepiece_keys(
     path: Path,
     described: Mapping[str, Any],
@@ -379,21 +458,11 @@ def _sentencepiece_keys(
     merges: list[tuple[str, str]],
     tokens: list[str],
     kinds: list[int],
-    added: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Computes scores that decrease in merge order. Note that this modifies `kinds` in place."""
+    """Computes scores that decrease in merge order."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
-    for i, token in enumerate(tokens):
-        if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
-            kinds[i] = BYTE
-        elif token in added and token in rank and "▁" in token:
-            # This is an added token for whitespace that is also the result of a merge.
-            kinds[i] = _NORMAL
-    unknown = described["model"].get("unk_token")
-    if isinstance(unknown, str) and unknown in vocab:
-        kinds[vocab[unknown]] = UNKNOWN
     _check_merges(path, vocab, merges, {text for text in vocab if kinds[vocab[text]] == _NORMAL})
     scores = [-float(rank[token]) if token in rank else _UNREACHABLE * len(tokens) for token in tokens]
     prefix = _space_prefix(path, described)

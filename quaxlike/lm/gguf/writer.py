@@ -77,8 +77,10 @@ _INSTEAD = {
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
 # Tensors that llama.cpp requires to be float32, regardless of the type of all other weights.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.((ffn_gate_inp(_shexp)?|ssm_conv1d)\.weight|ffn_\w+_exps\.bias)")
+#: A tensor that keeps its dtype when all others are rounded, as in llama.cpp.
+_NEVER_ROUNDED = "per_layer_model_proj.weight"
 _OUTPUT = "output.weight"
-_EMBEDDING = "token_embd.weight"
+_EMBEDDINGS = {"token_embd.weight", "per_layer_token_embd.weight"}
 
 
 class Mixture(NamedTuple):
@@ -125,7 +127,8 @@ def write(
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
     tensors: dict[str, _WrittenTensor] = {}
-    outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
+    # As in llama.cpp, a tied embedding has the output's type, and so does that of each layer.
+    outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else _EMBEDDINGS
     for name, value in mapping.items():
         for part in parts_of(path, name, value, known):
             if part.tensor in tensors:
@@ -259,7 +262,7 @@ def _kind(
     is_weight = out.endswith(".weight") or name in (mixture.kinds if mixture else ())
     if len(value.shape) == 1 or _ALWAYS_F32.fullmatch(out) or (mixture and not is_weight):
         return "f32"
-    if wanted is None:
+    if wanted is None or (out == _NEVER_ROUNDED and not is_value(value)):
         return own or _FLOATS[np.dtype(value.dtype)]
     while value.shape[-1] % _KINDS[wanted].elements:
         wanted = _INSTEAD.get(wanted, "f16")

@@ -22,6 +22,9 @@ from ..families import FAMILIES
 from .attention import Attention
 from .attention_blocks import Sight
 from .decoder_config import DecoderConfig
+from .experts_beside import OF_LAYER as OF_EXPERTS
+from .experts_beside import of_layer as experts_of_layer
+from .experts_beside import with_experts
 from .feed_forward import MLP, SparseMLP
 from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
@@ -43,17 +46,21 @@ _ROLES = dict.fromkeys(mixer.role for mixer in MIXERS.values())
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
 
-class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {OF_LAYER} layer_scalar"):
+_OTHERS = f"{OF_EXPERTS} {OF_LAYER} layer_scalar"
+
+
+class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {_OTHERS}"):
     role: str = eqx.field(static=True)
     """The name of the field that contains the mixer."""
 
     def __init__(self, config: DecoderConfig, i: int, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
         norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
-        sparse = config.sparse[i]
+        sparse = config.sparse[i] and not config.family.experts_beside
         feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.mlp_size(i), mlp)
         made = MIXERS[config.mixers[i]](config, mixing)
         parts = {made.role: made, "mlp": feed_forward, **norms, **of_layer(config, mlp)}
+        parts |= experts_of_layer(config, i, mlp)
         if config.family.layer_scalars:
             parts["layer_scalar"] = jnp.ones(1)
         self._fill(config, **parts)
@@ -66,7 +73,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {OF_L
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
-        y = self.part("mlp")(self.normed(before_mlp, x))
+        y = with_experts(self, x, self.part("mlp")(self.normed(before_mlp, x)))
         x = added(self, x + self._scaled(self.normed(after_mlp, y)), context.inputs)
         if (factor := self.part("layer_scalar")) is not None:
             x = x * lax.stop_gradient(factor).astype(x.dtype)[None]  # a buffer in transformers

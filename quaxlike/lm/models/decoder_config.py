@@ -205,25 +205,38 @@ class DecoderConfig(Config):
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sources", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
-        fields |= _of_global_layers(fields, label)
+        if family.experts_beside:
+            sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            if not fields.get(family.experts_beside):
+                fields |= dict.fromkeys(sizes)
+            elif missing := next((name for name in sizes if not fields.get(name)), None):
+                name = family.renamed.get(missing, missing)
+                raise refused(name, fields.get(missing), label, f"a number with {family.experts_beside}=True")
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
         required = {activation: family.activation, "hidden_activation": (family.activation, None)}
         out = cls.read(fields, label, **required, **family.required)
+        windows = _windows(out, fields, label)
         out = dataclasses.replace(
             out,
+            **_of_global_layers(fields, windows, label),
             labels=Labels.from_json(config) if head else UNNAMED,
             num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
             head_dim=out.head_dim or out.hidden_size // max(out.num_attention_heads, 1),
             intermediate_size=out.intermediate_size or 4 * out.hidden_size,
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
+        # These have no effect on their own.
+        out = dataclasses.replace(
+            out,
+            use_double_wide_mlp=out.use_double_wide_mlp and out.num_kv_shared_layers > 0,
+            vocab_size_per_layer_input=out.hidden_size_per_layer_input and out.vocab_size_per_layer_input,
+        )
         rows = out.vocab_size_per_layer_input
         if out.hidden_size_per_layer_input and rows < out.vocab_size:
             wanted = f"at least vocab_size={out.vocab_size}, a row for each token"
             raise refused("vocab_size_per_layer_input", rows, label, wanted)
-        windows = _windows(out, fields, label)
         mixers, sources = _shared(out, _mixers(out, fields, label, windows), label)
         off = family.window_switch and not out.use_sliding_window
         return dataclasses.replace(
@@ -249,7 +262,7 @@ _DERIVED = (
 )
 
 
-def _of_global_layers(fields: Mapping[str, Any], label: str) -> dict[str, Any]:
+def _of_global_layers(fields: Mapping[str, Any], windows: tuple[bool, ...], label: str) -> dict[str, Any]:
     """Reads the head sizes of layers that don't have a window.
 
     Older versions of transformers write these as two entries, and newer ones as a `per_layer_config`. Any
@@ -262,23 +275,22 @@ def _of_global_layers(fields: Mapping[str, Any], label: str) -> dict[str, Any]:
         "num_key_value_heads": fields.get("num_key_value_heads") or fields.get("num_attention_heads"),
     }
     if fields.get("per_layer_config"):
-        given = _of_each_layer(fields, label)
+        given = _of_each_layer(fields, windows, label)
     else:
         heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
         given = {"head_dim": fields["global_head_dim"], "num_key_value_heads": heads}
-    size, heads = (given.get(name) or usual[name] for name in usual)
+    size, heads = (whole(given, name, None, label) or usual[name] for name in usual)
     if not size:
         raise refused("global_head_dim", size, label, "a positive head size, here or as head_dim")
     return {"global_head_dim": size, "num_global_key_value_heads": heads}
 
 
-def _of_each_layer(fields: Mapping[str, Any], label: str) -> Mapping[str, Any]:
+def _of_each_layer(fields: Mapping[str, Any], windows: tuple[bool, ...], label: str) -> Mapping[str, Any]:
     """Returns the entries that `per_layer_config` has for each layer without a window."""
-    layers = fields["per_layer_config"]
-    kinds, told = fields.get("layer_types"), "head_dim and num_key_value_heads of layers without a window"
-    if not isinstance(layers, Mapping) or not isinstance(kinds, list):
+    layers, told = fields["per_layer_config"], "head_dim and num_key_value_heads of layers without a window"
+    if not isinstance(layers, Mapping):
         raise refused("per_layer_config", layers, label, told)
-    wanted = [str(i) for i, kind in enumerate(kinds) if kind == "full_attention"]
+    wanted = [str(i) for i, window in enumerate(windows) if not window]
     sizes, names = list(layers.values()), ("head_dim", "num_key_value_heads")
     are_alike = all(isinstance(x, Mapping) and x == sizes[0] and {*x} <= {*names} for x in sizes)
     if sorted(map(str, layers)) != sorted(wanted) or not are_alike:
@@ -390,6 +402,8 @@ def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tup
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
     some = bool(config.family.experts) and fields.get("num_experts") != 0
+    if entry := config.family.experts_beside:
+        some = bool(fields.get(entry))
 
     def sparse(layer: int) -> bool:
         return some and layer not in dense and (layer + 1) % step == 0
@@ -425,6 +439,13 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     return tuple(map(read, [full, sliding] if windows else [full]))
 
 
+# Sizes that depend on the kind of layer, and that can be given in several ways.
+_OF_KINDS = (
+    *("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
+    *("num_kv_shared_layers", "use_double_wide_mlp", "intermediate_size"),
+)
+
+
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fills in the default values that the architecture has for entries missing from a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
@@ -433,6 +454,10 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     family, parsed = FAMILIES[names[0]], DecoderConfig.from_json(config)
     whole = {**family.defaults, **config, **dict(parsed.sizes)}
     whole["sliding_window"] = parsed.sliding_window or None
+    if parsed.global_head_dim:
+        whole |= {name: getattr(parsed, name) for name in _OF_KINDS}
+    if family.experts_beside and not any(parsed.sparse):
+        whole |= dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"))
     kinds = {mixer: kind for kind, mixer in family.mixers.items()}
     usual = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
     whole["layer_types"] = [kinds.get(mixer, kind) for mixer, kind in zip(parsed.mixers, usual, strict=True)]

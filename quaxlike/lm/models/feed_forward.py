@@ -5,6 +5,7 @@ that we must never materialise the features for every (token, expert) pair, beca
 memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +21,10 @@ from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears
 
 
+def activation(config: DecoderConfig) -> Callable[[Array], Array]:
+    return jax.nn.silu if config.family.activation == "silu" else jax.nn.gelu  # the tanh approximation
+
+
 class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
     def __init__(self, config: DecoderConfig, size: int, key: Any) -> None:
         c, family = config, config.family
@@ -30,8 +35,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
         self._fill(c, **parts, **linears(c, size, {"down_proj": c.hidden_size}, c.mlp_bias, last))
 
     def __call__(self, x: Hidden) -> Hidden:
-        family = self.config.family
-        act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # the tanh approximation
+        family, act = self.config.family, activation(self.config)
         if not family.gated:
             wide = act(each(self.part("up_proj"), x))
         elif family.fused:
@@ -165,7 +169,7 @@ class Experts(eqx.Module):
             wide = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
         else:
             gate, up = jnp.split(wide, 2, axis=-1)
-            wide = jax.nn.silu(gate) * up
+            wide = activation(self.config)(gate) * up
         return self._product(wide, self.down_proj, self.down_proj_bias)
 
     def _product(self, x: Array, w: Array, bias: Array | None) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...core.quaxify import value_of
@@ -104,6 +105,12 @@ def norm(config: DecoderConfig, size: int) -> Any:
     if config.family.layer_norm:
         return eqx.nn.LayerNorm(size, eps=config.rms_norm_eps)
     return eqx.nn.RMSNorm(size, eps=config.rms_norm_eps, use_bias=False)
+
+
+def normalised(x: Float[Array, "*batch size"], eps: float | int) -> Float[Array, "*batch size"]:
+    """Applies RMS norm without a weight."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:

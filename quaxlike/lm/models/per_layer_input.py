@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .decoder_config import DecoderConfig
+from .feed_forward import activation
 from .layers import Hidden, Ids, Part, each, linears, norm
 
 #: The names of the parts that are added to the body, and to each layer.
@@ -68,6 +69,6 @@ def added(layer: Part, x: Hidden, inputs: Float[Array, "tokens size"] | None) ->
     """Adds the contribution of the layer's additional input to `x`."""
     if inputs is None:
         return x
-    act = jax.nn.silu if layer.config.family.activation == "silu" else jax.nn.gelu
+    act = activation(layer.config)
     y = each(layer.part("per_layer_projection"), act(each(layer.part("per_layer_input_gate"), x)) * inputs)
     return x + layer.normed("post_per_layer_input_norm", y)

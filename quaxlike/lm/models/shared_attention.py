@@ -9,13 +9,11 @@ the values are the same as the keys, before these are normalised and rotated.
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from .attention import Memory, attend, hadamard
 from .decoder_config import DecoderConfig
-from .layers import Hidden, Part, each, linears, norm
+from .layers import Hidden, Part, each, linears, norm, normalised
 from .mixer import AbstractMixer, Context
 from .rope import rotate
 
@@ -69,7 +67,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
         else:
             key = heads_of("k_proj")
             value = key if self.part("v_proj") is None else heads_of("v_proj")
-            value = _normalised(value, c.rms_norm_eps)
+            value = normalised(value, c.rms_norm_eps)
             key = rotate(jax.vmap(lambda x: self.normed("k_norm", x))(key), context.rotation)
             if memory is not None:
                 key = hadamard(key) if memory.rotates else key
@@ -82,12 +80,6 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     @classmethod
     def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> Memory:
         return Memory.empty(room, *cls._heads(config), dtype, cache)
-
-
-def _normalised(x: Float[Array, "tokens heads size"], eps: float | int) -> Float[Array, "tokens heads size"]:
-    """Applies RMS norm without a weight, which is how Gemma 4 normalises its values."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class LocalAttention(AbstractSharedAttention):

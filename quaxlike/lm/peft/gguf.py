@@ -19,6 +19,7 @@ from ...surgery.trees import named_arrays, unstacked
 from ..checkpoints.checkpoint import open_checkpoint
 from ..gguf.config import keys_of
 from ..gguf.metadata import as_python
+from ..gguf.names import family_of
 from ..gguf.writer import parts_of, write
 from ..models.decoder_config import completed, text_tower
 
@@ -55,7 +56,8 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
     """
     path, source = Path(path), Path(source)
     whole = unstacked(model)
-    adapters = {name: x for name, x in named_arrays(whole).items() if isinstance(x, AdaptedArray)}
+    arrays = named_arrays(whole)
+    adapters = {name: x for name, x in arrays.items() if isinstance(x, AdaptedArray)}
     if not adapters:
         raise ValueError("The model has no adapters to save.")
     for name, x in adapters.items():
@@ -66,6 +68,8 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         keys = as_python(checkpoint.metadata)
     else:
         keys = as_python(keys_of(completed(text_tower(checkpoint.config)), source))
+    family = family_of(keys)
+    own = family.gguf if family else None
     tensors = dict[str, np.ndarray]()
     alpha = float(next(iter(adapters.values())).rank)
     for name, x in adapters.items():
@@ -75,9 +79,17 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
                     f"{source}: llama.cpp has no tensor for {name} in models of its architecture "
                     f"{keys.get('general.architecture')!r}."
                 )
+            if own and part.tensor in own.without_adapters:
+                raise ValueError(
+                    f"{name}: llama.cpp does not apply adapters to {part.tensor}. Merge the adapter instead."
+                )
             a, b, scaling = _factors(name, x, part.cut)
             a = a if part.columns is None else a[..., part.columns]
             b = b if part.rows is None else b[..., part.rows, :]
+            for array, scale in (own.adapter_scales if own else {}).items():
+                if name.endswith(f".{array}"):
+                    factors = np.asarray(arrays[name.removesuffix(array) + scale])  # a vector, so not a Value
+                    scaling = scaling * factors[:, None, None]
             tensors[f"{part.tensor}.lora_a"] = a
             tensors[f"{part.tensor}.lora_b"] = b * (scaling * x.rank / alpha).astype(np.float32)
     about = {"general.architecture": keys["general.architecture"], "general.type": "adapter"}

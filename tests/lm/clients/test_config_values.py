@@ -48,6 +48,13 @@ FAMILIES = {
     "qwen3": _UPPER,
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        "num_kv_shared_layers": 2, "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 4,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "tie_word_embeddings": True,
+        "use_double_wide_mlp": True, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "phi3": {"original_max_position_embeddings": 64, "sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {**_EXPERTS, **_UPPER, "shared_expert_intermediate_size": 48},
@@ -68,7 +75,7 @@ FAMILIES = {
     },
 }  # fmt: skip
 # Derived from others where they are absent, as in files of transformers 4.
-_DERIVED = ("layer_types", "no_rope_layers")
+_DERIVED = ("layer_types", "no_rope_layers", "per_layer_config")
 #: Entries that files of some families have, and those of others might.
 MORE = {
     "attention_bias": True, "mlp_bias": True, "qkv_bias": False, "partial_rotary_factor": 0.5,
@@ -79,6 +86,7 @@ MORE = {
 _OTHERS = {
     "num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 3, "rms_norm_eps": 0.1,
     "num_experts_per_tok": 1, "rope_theta": 100.0, "vocab_size": 352, "sliding_window": 3,
+    "num_kv_shared_layers": 0, "num_global_key_value_heads": 4,
 }  # fmt: skip
 
 
@@ -98,6 +106,11 @@ def _variants(config):
     changed = {name: {name: _other(name, x)} for name, x in numbers.items()}
     changed |= {f"{name} null": {name: None} for name in numbers if name.endswith("softcapping")}
     changed |= {name: {name: x} for name, x in MORE.items() if name not in changed}
+    if "global_head_dim" in config:  # newer files say this by layer, with or without the kinds of layers
+        last = {"per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 4}}, "layer_types": None}
+        sizes = {"head_dim": 64, "num_key_value_heads": 4}
+        both = {"per_layer_config": {"1": sizes, "3": sizes}}
+        changed |= {"per_layer_config": both, "per_layer_config alone": {**last, "num_kv_shared_layers": 0}}
     rope = config["rope_parameters"]
     for entry in [*rope, "partial_rotary_factor"]:
         if isinstance(rope.get(entry, 1.0), dict):
@@ -132,7 +145,8 @@ _ARCHITECTURES = {
     name: [f"{kind}ForCausalLM"]
     for name, kind in {
         "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2",
-        "gemma3_text": "Gemma3", "phi3": "Phi3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe",
+        "gemma3_text": "Gemma3", "gemma4_text": "Gemma4", "phi3": "Phi3", "mixtral": "Mixtral",
+        "qwen2_moe": "Qwen2Moe",
         "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "olmo2": "Olmo2", "olmo3": "Olmo3",
         "granite": "Granite", "qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5",
         "smollm3": "SmolLM3", "ministral3": "Ministral3",

@@ -58,6 +58,10 @@ CASES = {
     }}),
     "ministral3, windows": ("Ministral3", {"sliding_window": 4}),
     "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4, experts": ("Gemma4", {
+        **_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }),
     "gemma4, keys are values": ("Gemma4", {
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "sliding_window": 4, "global_head_dim": 32, "num_hidden_layers": 8,
@@ -79,7 +83,7 @@ def made(kind, options, folder):
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "scale")):
                 weight += 0.1 * torch.randn(weight.shape)
             elif name.endswith("A_log"):
                 weight -= 3  # so that states last
@@ -135,7 +139,7 @@ def test_logits_and_greedy_tokens(name, compare, tmp_path):
     compare("logits of merged models", logits_of_transformers(again, ids, seen)[seen], ours, 5e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "gemma4", "gemma4, experts"])
 def test_gradients_through_states(name, compare, tmp_path):
     """Of all weights, in texts of several chunks, one of them padded on the left."""
     import torch
@@ -162,7 +166,13 @@ def test_gradients_through_states(name, compare, tmp_path):
             continue
         scale = np.abs(wanted[part]).max()
         compare(
-            "transformers", "safetensors", name, "gradients", gradient / scale, wanted[part] / scale, 1e-3
+            "transformers",
+            "safetensors",
+            name.partition(",")[0],
+            "gradients",
+            gradient / scale,
+            wanted[part] / scale,
+            1e-3,
         )
 
 

@@ -234,7 +234,7 @@ def test_types_that_cannot_be_read_are_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "bert"}, "'tokenizer.ggml.model': 'gpt2' and 'llama' can be read; found 'bert'"),
+        ({"model": "bert"}, "'tokenizer.ggml.model': gpt2, llama, gemma4 can be read; found 'bert'"),
         ({"pre": "viking"}, "'tokenizer.ggml.pre': gpt-2, .* can be read; found 'viking'"),
         ({"merges": ["a b c"]}, "'tokenizer.ggml.merges': expected pairs of tokens"),
         ({"merges": ["t q"]}, "are not two tokens that form a third"),

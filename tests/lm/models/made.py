@@ -73,6 +73,22 @@ for kind, name, more in (
 ):
     LIKE[kind] = "qwen3", {"architectures": [name], "layer_types": None, **_HYBRID, **more}
 
+_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 3e4, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LIKE["gemma4_text"] = (
+    "gemma3",
+    {
+        "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 5, "num_kv_shared_layers": 3,
+        "layer_types": [f"{kind}_attention" for kind in 2 * ["sliding", "full"] + ["full"]],
+        "use_double_wide_mlp": True, "head_dim": 8, "global_head_dim": 32, "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 293, "rope_parameters": _ROPES, "rope_theta": None,
+        "rope_local_base_freq": None, "sliding_window_pattern": None, "query_pre_attn_scalar": None,
+        "use_bidirectional_attention": None,
+    },
+)  # fmt: skip
+
 TEXTS = ["the cat sat on the mat, 12345 times", "  Don't   stop\n\n now", "<|im_start|>user\nHé<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 

@@ -147,7 +147,8 @@ def test_norms_are_folded_where_layers_have_keys(model):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=True; Gemma4Config supports False"),
+        ({"enable_moe_block": True}, "num_experts=None; Gemma4Config supports a number with enable_moe_"),
+        ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts=None; Gemma4Config supports a number"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers=3; Gemma4Config supports fewer layers"),
         ({"sliding_window": 0}, "a window of at least one token"),

@@ -1,0 +1,209 @@
+"""Metadata of architectures in which layers with a sliding window differ in size from all others.
+
+For these, llama.cpp has additional keys that end in `_swa` and only apply to layers with a window. Sizes can
+also be lists with one number per layer. Finally, the tensor `rope_freqs` only divides the rotary frequencies
+of layers without a window.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...files.errors import file_error, quoted
+
+PATTERN = "attention.sliding_window_pattern"
+FACTORS = "rope_freqs.weight"
+#: Keys that are stored as lists if they differ between layers.
+LISTS = ("attention.head_count_kv", "feed_forward_length")
+#: Keys that are read in here, in addition to those with an entry of their own.
+KEYS = (*LISTS, "rope.freq_base_swa", "rope.dimension_count_swa", "attention.value_length_swa")
+_SHARED = "attention.shared_kv_layers"
+_WINDOW, _GLOBAL = "sliding_attention", "full_attention"
+_NEVER = 1e30  # what llama.cpp divides a frequency by in order for it to be zero
+
+
+def entries_of(
+    path: Path,
+    prefix: str,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Reads the entries of `config.json` that depend on the kind of layer.
+
+    `config` contains everything that was already read.
+
+    **Raises:** `CheckpointError` if a key's value has the wrong type, or if llama.cpp couldn't run the model.
+    """
+    windows = _windows(path, prefix, config)
+    shared = _shared(path, prefix, windows, config)
+    near, far = _by_window(path, f"{prefix}{LISTS[0]}", metadata, windows)
+    out: dict[str, Any] = {"num_key_value_heads": near, "num_global_key_value_heads": far}
+    out |= _widths(path, f"{prefix}{LISTS[1]}", metadata, len(windows), shared)
+    own = [i for i, window in enumerate(windows[: len(windows) - shared]) if not window]
+    out["attention_k_eq_v"] = not any(f"blk.{i}.attn_v.weight" in shapes for i in own)
+    if far != near and not out["attention_k_eq_v"]:  # only this entry can express it
+        sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": far}
+        out["per_layer_config"] = {str(i): sizes for i, window in enumerate(windows) if not window}
+    return out | {"rope_parameters": _rope(path, prefix, metadata, shapes, read, config)}
+
+
+def values_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverts `entries_of`, except for the tensor. `rope` are the parameters for layers without a window."""
+    needed = ("layer_types", "intermediate_size", "head_dim", "global_head_dim", "num_key_value_heads")
+    if missing := next((entry for entry in needed if not config.get(entry)), None):
+        raise ValueError(f"config.json has no {missing}, which GGUF needs.")
+    if _WINDOW not in config["layer_types"]:
+        raise ValueError(
+            "config.json has no layer with a window; llama.cpp needs one in models of this type."
+        )
+    if (kind := rope.get("rope_type") or "default") not in ("default", "linear", "proportional"):
+        raise ValueError(
+            f"config.json has rope_type={kind!r} for layers without a window; in models of this type, GGUF "
+            "is written for proportional and linear."
+        )
+    windows, shared = (
+        [kind == _WINDOW for kind in config["layer_types"]],
+        config.get("num_kv_shared_layers") or 0,
+    )
+    near, size = config["num_key_value_heads"], config["intermediate_size"]
+    far = config.get("num_global_key_value_heads") or near
+    wide = range(len(windows))[-shared if config.get("use_double_wide_mlp") and shared else len(windows) :]
+    lists = {
+        LISTS[0]: [near if window else far for window in windows],
+        LISTS[1]: [size * (2 if i in wide else 1) for i in range(len(windows))],
+    }
+    given = (config.get("rope_parameters") or {}).get(_WINDOW) or {}
+    return {
+        **{key: sizes[0] if len({*sizes}) == 1 else sizes for key, sizes in lists.items()},
+        "rope.freq_base_swa": float(given.get("rope_theta") or 10000.0),
+        "rope.dimension_count": config["global_head_dim"], "rope.dimension_count_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+    }  # fmt: skip
+
+
+def factors_of(size: int, rope: Mapping[str, Any]) -> np.ndarray:
+    """Computes what the rotary frequencies of layers without a window are divided by."""
+    kind = rope.get("rope_type") or "default"
+    share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
+    factor = 1.0 if kind == "default" else rope.get("factor", 1.0)
+    return np.where(np.arange(size // 2) < int(share * size // 2), factor, _NEVER).astype(np.float32)
+
+
+def _windows(path: Path, prefix: str, config: Mapping[str, Any]) -> list[bool]:
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise file_error(path, prefix + PATTERN, f"expected a boolean for each of {quoted(layers)} layers")
+    windows = [kind == _WINDOW for kind in kinds]
+    if not any(windows) or windows[-1]:
+        problem = "llama.cpp needs layers with a window, and a last layer without"
+        raise file_error(path, prefix + PATTERN, f"{problem}; found {quoted(windows)}")
+    return windows
+
+
+def _shared(path: Path, prefix: str, windows: Sequence[bool], config: Mapping[str, Any]) -> int:
+    """Reads how many of the last layers read another layer's keys and values.
+
+    llama.cpp always takes these from the two layers before them, whereas in transformers it's the last layer
+    of each kind.
+    """
+    shared = config.get("num_kv_shared_layers") or 0
+    if type(shared) is not int or not 0 <= shared < len(windows):
+        raise file_error(
+            path, prefix + _SHARED, f"expected fewer than {len(windows)} layers; found {quoted(shared)}"
+        )
+    before = list(windows[: len(windows) - shared][-2:])
+    if shared and before != [True, False]:
+        problem = "in llama.cpp the two layers before these have a window, and none"
+        raise file_error(path, prefix + _SHARED, f"{problem}; found windows={quoted(before)}")
+    return shared
+
+
+def _numbers(path: Path, key: str, metadata: Mapping[str, Any], layers: int) -> list[int] | None:
+    """Reads one integer per layer. Returns None if the key is missing."""
+    value = metadata.get(key)
+    numbers = [value] * layers if type(value) is int else value
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or len(numbers) != layers or any(type(x) is not int for x in numbers):
+        raise file_error(
+            path, key, f"expected a number, or one for each of {layers} layers; found {quoted(value)}"
+        )
+    return numbers
+
+
+def _by_window(
+    path: Path, key: str, metadata: Mapping[str, Any], windows: Sequence[bool]
+) -> tuple[int | None, int | None]:
+    """Reads a number for layers with a window, and one for those without."""
+    numbers = _numbers(path, key, metadata, len(windows))
+    if numbers is None:
+        return None, None
+    kinds = [
+        {x for x, window in zip(numbers, windows, strict=True) if window is kind} for kind in (True, False)
+    ]
+    if any(len(kind) != 1 for kind in kinds):
+        raise file_error(path, key, f"expected a number for each kind of layer; found {quoted(numbers)}")
+    return kinds[0].pop(), kinds[1].pop()
+
+
+def _widths(path: Path, key: str, metadata: Mapping[str, Any], layers: int, shared: int) -> dict[str, Any]:
+    numbers = _numbers(path, key, metadata, layers)
+    if numbers is None:
+        return {}
+    first, last = numbers[0], numbers[-1] if shared else numbers[0]
+    if numbers != [first] * (layers - shared) + [last] * shared or last not in (first, 2 * first):
+        problem = f"expected twice the size in the last {shared} layers, or the same in all"
+        raise file_error(path, key, f"{problem}; found {quoted(numbers)}")
+    return {"intermediate_size": first, "use_double_wide_mlp": last != first}
+
+
+def _rope(
+    path: Path,
+    prefix: str,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    scaling = metadata.get(f"{prefix}rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise file_error(
+            path, f"{prefix}rope.scaling.type", f"expected {FACTORS} instead; found {quoted(scaling)}"
+        )
+    out: dict[str, Any] = {}
+    rotated: Any = None
+    for kind, end, entry in ((_GLOBAL, "", "global_head_dim"), (_WINDOW, "_swa", "head_dim")):
+        size, base = config.get(entry), metadata.get(f"{prefix}rope.freq_base{end}", 10000.0)
+        if type(size) is not int or type(base) not in (int, float):
+            raise file_error(
+                path, f"{prefix}attention.key_length{end}", f"expected a size; found {quoted(size)}"
+            )
+        rotated = metadata.get(f"{prefix}rope.dimension_count{end}", rotated or size)
+        if rotated != size:
+            raise file_error(
+                path, f"{prefix}rope.dimension_count{end}", f"expected {size}; found {quoted(rotated)}"
+            )
+        out[kind] = {"rope_type": "default", "rope_theta": float(str(np.float32(base)))}
+    if FACTORS in shapes:
+        factors = read(FACTORS).astype(np.float64).reshape(-1)
+        out[_GLOBAL] |= _scaled(factors.tolist(), config)
+    return out
+
+
+def _scaled(factors: list[float], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the tensor to rotary parameters, which if possible are those of a published model."""
+    count, kept = len(factors), [factor for factor in factors if factor < _NEVER / 2]
+    if kept and factors[: len(kept)] == [kept[0]] * len(kept):
+        share = len(kept) / count
+        share = share if int(share * 2 * count // 2) == len(kept) else math.nextafter(share, 2)
+        factor = {} if kept[0] == 1 else {"factor": kept[0]}
+        return {"rope_type": "proportional", "partial_rotary_factor": share, **factor}
+    return {
+        "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0,
+        "original_max_position_embeddings": config.get("max_position_embeddings"),
+    }  # fmt: skip
