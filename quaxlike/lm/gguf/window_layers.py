@@ -66,10 +66,8 @@ def values_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
             f"config.json has rope_type={kind!r} for layers without a window; in models of this type, GGUF "
             "is written for proportional and linear."
         )
-    windows, shared = (
-        [kind == _WINDOW for kind in config["layer_types"]],
-        config.get("num_kv_shared_layers") or 0,
-    )
+    windows = [kind == _WINDOW for kind in config["layer_types"]]
+    shared = config.get("num_kv_shared_layers") or 0
     near, size = config["num_key_value_heads"], config["intermediate_size"]
     far = config.get("num_global_key_value_heads") or near
     wide = range(len(windows))[-shared if config.get("use_double_wide_mlp") and shared else len(windows) :]
