@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,23 +53,27 @@ def suite(tmp_path_factory) -> Path:
     return folder
 
 
-def _failures(suite: Path, module: str) -> set[str]:
+def _failures(suite: Path, module: str, tests: Iterable[str] = ("array_api_tests",)) -> set[str]:
     options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
     options += [f"--max-examples={_EXAMPLES}", "--derandomize", "--disable-deadline", "-W", "ignore"]
     path = os.pathsep.join([str(_HERE), str(_HERE.parents[1])])
     environment = os.environ | {"PYTHONPATH": path, "ARRAY_API_TESTS_MODULE": module, "JAX_ENABLE_X64": "1"}
-    command = [sys.executable, "-m", "pytest", *options, "array_api_tests"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     run = subprocess.run(
         command, cwd=suite, env=environment | {"COLUMNS": "400"}, capture_output=True, text=True, check=False
     )
-    passed = re.search(r"(\d+) passed", run.stdout)
+    passed = re.search(r"(\d+) (passed|failed)", run.stdout)
     assert passed, run.stdout[-2000:] + run.stderr[-2000:]
     failed = set(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE))
-    print(f"{module}: {passed[1]} pass, {len(failed)} fail")
+    print(f"{module}: {run.stdout.splitlines()[-1]}")
     return failed
 
 
 @pytest.mark.timeout(4 * 3600)
 def test_no_test_is_worse_than_with_jax_numpy(suite):
     worse = _failures(suite, "passing_through") - _failures(suite, "jax.numpy")
-    assert not {name for name in worse if not any(re.search(pattern, name) for pattern in WORSE)}
+    worse = {name for name in worse if not any(re.search(pattern, name) for pattern in WORSE)}
+    for _ in range(8):  # special cases are drawn anew in each run: `jax.numpy` may fail at other ones
+        if worse:
+            worse -= _failures(suite, "jax.numpy", worse)
+    assert not worse
