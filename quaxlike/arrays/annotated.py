@@ -149,7 +149,9 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
 
 @register(STRUCTURAL)
-def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike, **params: Any) -> Any:
+def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike | ArrayValue, **params: Any) -> Any:
+    if any(isinstance(y, AnnotatedArray) for y in rest):
+        return NotImplemented  # an index with metadata, such as a unit
     out = type(x).bind(primitive, (x, *rest), params)
     return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
 

@@ -8,7 +8,8 @@ from jax.extend.core import Primitive
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from quaxlike.arrays.unitful import Unitful
+from quaxlike.arrays.unitful import DimensionError, Unitful
+from quaxlike.arrays.zero import Full
 from tests.samples import normal
 
 
@@ -172,3 +173,24 @@ def test_a_class_that_promotes_arrays_alone_is_first_met_by_a_custom_derivative(
     out = jax.jit(ql.quaxify(lambda x: f(x)))(Counted(X, 2))
     assert isinstance(out, Counted)
     assert out.count == 2
+
+
+@pytest.mark.parametrize(
+    "x", [Tagged(X[0], "a"), Unitful(X[0], "m"), NamedArray(X[0], "ab")], ids=lambda x: type(x).__name__
+)
+def test_indices_that_are_values(x):
+    i = Full(1, (), jnp.int32)
+    for f in (lambda x, i: x[i], _slice_at):
+        out, expected = ql.quaxify(f)(x, i), f(X[0], jnp.int32(1))
+        assert isinstance(out, type(x))
+        assert jnp.array_equal(out.array, expected)
+
+
+def _slice_at(x, i):
+    return jax.lax.dynamic_slice(x, (i, i), (2, 2), allow_negative_indices=False)
+
+
+def test_an_index_with_a_unit_is_refused():
+    i = Unitful(jnp.int32(1), "s")
+    with pytest.raises(DimensionError, match="`dynamic_slice` meets arrays in different units"):
+        ql.quaxify(_slice_at)(Unitful(X[0], "m"), i)

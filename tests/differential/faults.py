@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "a stop_gradient is missing",
         "lora/dot.py",
-        "        return quaxify(product)(lora.base, lora.a, lora.b, x)",
-        "        return quaxify(product)(lora.w, lora.a, lora.b, x)",
+        "*row_scale(lora))\n    return quaxify(product)(lora.base, lora.a, lora.b, x)",
+        "*row_scale(lora))\n    return quaxify(product)(lora.w, lora.a, lora.b, x)",
     ),
 )
 

@@ -50,7 +50,7 @@ def _named(array: Any, names: Sequence[Name]) -> Any:
     + installed("copy copy_p dynamic_slice rev slice fft reduce_precision sharding_constraint")
     + installed("reduce_window_max reduce_window_min reduce_window_sum")
 )
-def _kept(primitive: Primitive, x: NamedArray, *rest: ArrayLike, **params: Any) -> Any:
+def _kept(primitive: Primitive, x: NamedArray, *rest: ArrayLike | ArrayValue, **params: Any) -> Any:
     return _named(_bind(primitive, (x, *rest), params), x.names)
 
 
@@ -129,7 +129,9 @@ def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]
 
 
 @register("gather")
-def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike, **params: Any) -> Any:
+def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike | ArrayValue, **params: Any) -> Any:
+    if isinstance(indices, NamedArray):
+        return NotImplemented
     out = _bind(primitive, (x, indices), params)
     dims = params["dimension_numbers"]
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}

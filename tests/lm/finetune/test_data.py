@@ -84,7 +84,7 @@ def test_texts_without_an_end_are_told(task, rows, ends, told, tmp_path):
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokens = tokeniser(tmp_path, "$A", {"eos_token_id": ends}, tokenizer_config={"chat_template": template})
     console, path = report.console_on(io.StringIO()), write(tmp_path / "data.jsonl", rows)
-    read_data(TrainSettings(tmp_path), DataSettings(path, held_out=0), task, tokens, console)
+    read_data(TrainSettings(tmp_path), DataSettings(path, held_out=0.0), task, tokens, console)
     warned = console.file.getvalue()
     assert ("are learned without an end" in warned) == bool(told)
     assert f"Warning: {path}: {told}" in warned or not told

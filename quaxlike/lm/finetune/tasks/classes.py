@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -60,7 +60,7 @@ class AbstractClassification(AbstractTask):
     needs_name: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> Self:
+    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "AbstractClassification":
         return cls(model.labels)
 
     @classmethod
