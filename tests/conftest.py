@@ -2,12 +2,12 @@
 
 import atexit
 import gc
-import itertools
 import math
 import os
 import re
 import shutil
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -147,15 +147,19 @@ def pytest_collection_finish(session):
 
 # A compiled program takes about three maps of memory, of which Linux lets a process have 65,530: XLA ends the
 # process that asks for more.
-_TOO_MANY_MAPS = 40_000
+_TOO_MANY_MAPS = 30_000
 _MAPS = Path("/proc/self/maps")
-_tests_run = itertools.count(1)
+_counted = time.monotonic()
 
 
 def pytest_runtest_teardown():
-    if next(_tests_run) % 20 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _TOO_MANY_MAPS:
+    global _counted
+    if time.monotonic() - _counted < 10 or not _MAPS.exists():
+        return
+    if _MAPS.read_bytes().count(b"\n") > _TOO_MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+    _counted = time.monotonic()
 
 
 def pytest_terminal_summary(terminalreporter):
