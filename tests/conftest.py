@@ -149,17 +149,17 @@ def pytest_collection_finish(session):
 # process that asks for more.
 _TOO_MANY_MAPS = 30_000
 _MAPS = Path("/proc/self/maps")
-_counted = time.monotonic()
+_maps_counted_at = time.monotonic()
 
 
 def pytest_runtest_teardown():
-    global _counted
-    if time.monotonic() - _counted < 10 or not _MAPS.exists():
+    global _maps_counted_at
+    if time.monotonic() - _maps_counted_at < 10 or not _MAPS.exists():
         return
     if _MAPS.read_bytes().count(b"\n") > _TOO_MANY_MAPS:
         jax.clear_caches()
         gc.collect()
-    _counted = time.monotonic()
+    _maps_counted_at = time.monotonic()
 
 
 def pytest_terminal_summary(terminalreporter):
