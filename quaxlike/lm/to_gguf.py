@@ -14,7 +14,7 @@ from .families import classifiers
 from .gguf.config import config_of, keys_of, rope_tensors, without_blocks_beside
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
-from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
+from .gguf.vocabulary import ends_in_vocabulary, vocabulary_of
 from .gguf.writer import Mixture, write
 from .models.decoder_config import DecoderConfig, completed
 from .models.rope import Rope
