@@ -578,6 +578,13 @@ def test_tokenisers_that_llama_cpp_would_not_follow(change, message, checkpoint,
     assert not (tmp_path / "new").exists()
 
 
+def test_special_tokens_that_are_split(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    (source / "tokenizer_config.json").write_text('{"split_special_tokens": true}')
+    with pytest.raises(CheckpointError, match=r"split_special_tokens=true, which GGUF cannot say"):
+        save(tmp_path / "m.gguf", model, source, format="gguf")
+
+
 def test_pairs_that_llama_cpp_would_merge_and_the_tokeniser_does_not(checkpoint, tmp_path):
     source, model = checkpoint("gemma3", sentencepiece(340))
     path = source / "tokenizer.json"
