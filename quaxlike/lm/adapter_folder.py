@@ -50,7 +50,11 @@ def other_tokenizer(adapter: Path, model: Path) -> str:
     if (adapter / "tokenizer.json").is_file():
         from .text import TextTokenizer  # not at module level, as it requires the extra `lm`
 
-        number, tokens = TextTokenizer(model).number, TextTokenizer(adapter).tokens
+        tokens = TextTokenizer(adapter).tokens
+        try:
+            number = TextTokenizer(model).number
+        except FileNotFoundError:  # the model has none, which is fine for `convert`
+            number = dict[str, int]().get
         found += ["tokeniser"] if any(number(token) != i for token, i in tokens.items()) else []
     if not found:
         return ""

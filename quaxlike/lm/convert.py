@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
         from ..files.errors import CheckpointError
         from ..surgery.merge import merge
         from ..surgery.quantize import quantize, scheme_of
-        from .adapter_folder import read_adapter
+        from .adapter_folder import other_tokenizer, read_adapter
         from .folders.model_config import UnsupportedConfigError
         from .gguf.mixtures import type_of
         from .loading import is_published, load, save
@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
         if scheme is not None and (arguments.adapter is not None or not to_gguf):
             model = _dense_where_rounded(model, scheme)
         if arguments.adapter is not None:
+            if warning := other_tokenizer(arguments.adapter, arguments.source):
+                print(warning, file=sys.stderr)
             model = read_adapter(arguments.adapter, model)
         if arguments.adapter_only:
             save_gguf_adapter(target, model, arguments.source)

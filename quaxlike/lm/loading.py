@@ -51,7 +51,7 @@ from .models.modern_bert import (
     ModernBertForSequenceClassification,
     ModernBertForTokenClassification,
 )
-from .models.vocabulary import embeddings
+from .models.vocabulary import embeddings, is_of_tokens
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
@@ -259,8 +259,8 @@ def save(
     if isinstance(model, AbstractClassifier):
         config |= model.entries()
         names = _under_own_names(model, names)
-    elif "lm_head.weight" in arrays and not any(name.endswith("lm_head.weight") for name in names):
-        names.append("lm_head.weight")
+    elif "lm_head.weight" in arrays:
+        names = _with_untied(model, names)
     config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
     if format == "gguf":
@@ -475,20 +475,8 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
     **Raises:** `CheckpointError` if any tensors are missing or unexpected.
     """
-    published, config = partial(tensors_of, model), getattr(model, "config", None)
-    if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
-        published = _own_name  # there aren't enough tensors for each expert to have its own
-    text = text_tensors(names)
-    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
-    used, files = {file for own in wanted.values() for file in own}, text
-    if not used & files.keys():  # the checkpoint was saved as part of a larger model, or vice versa
-        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
-        inside = {name.partition(".")[2]: file for name, file in text.items()}
-        files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
-    if "lm_head.weight" in files and "lm_head.weight" not in used:
-        # Some programs keep only one of the names of a tied weight, and choose the other one.
-        embeds = [name for name in used - files.keys() if layer_of(name).rpartition(".")[2] in embeddings()]
-        files = {**files, **dict.fromkeys(embeds, files["lm_head.weight"])}
+    config, (wanted, files) = getattr(model, "config", None), _wanted_and_found(model, names)
+    used = {file for own in wanted.values() for file in own}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # some files contain this even though it is tied
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""
@@ -500,6 +488,40 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
             f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
         )
     return {name: [files[file] for file in own] for name, own in wanted.items()}
+
+
+def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns the tensors that make up each array in the model, and where to find each tensor in the file.
+
+    The former are the names of transformers. The file can have other names, if it was saved as part of a
+    larger model or vice versa.
+    """
+    published, config = partial(tensors_of, model), getattr(model, "config", None)
+    if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
+        published = _own_name  # there aren't enough tensors for each expert to have its own
+    text = text_tensors(names)
+    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
+    used, files = {file for own in wanted.values() for file in own}, text
+    if not used & files.keys():
+        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
+        inside = {name.partition(".")[2]: file for name, file in text.items()}
+        files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    if "lm_head.weight" in files and "lm_head.weight" not in used:
+        # Some programs keep only one of the names of a tied weight, and choose the other one.
+        embeds = [name for name in used - files.keys() if layer_of(name).rpartition(".")[2] in embeddings()]
+        files = {**files, **dict.fromkeys(embeds, files["lm_head.weight"])}
+    return wanted, files
+
+
+def _with_untied(model: Any, names: list[str]) -> list[str]:
+    """Returns the tensor names for a model with an output layer of its own.
+
+    If the checkpoint ties it to the embedding then it might contain just one of the two. In this case all
+    arrays get the names of transformers, so that the other one gets a name that goes with these.
+    """
+    wanted, files = _wanted_and_found(model, names)
+    lacking = [name for name in wanted if is_of_tokens(name) and name not in files]
+    return [*files, *lacking] if lacking else names
 
 
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..files.errors import file_error
-from .tokenizer import read_tokenizer
+from .folders.tokenizer_settings import warn_of_contradictions
+from .tokenizer import read_settings, read_tokenizer, splits_special_tokens
 
 
 class TextTokenizer:
@@ -24,7 +25,8 @@ class TextTokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         described, file = read_tokenizer(path), Path(path, "tokenizer.json")
         self._file = file if file.is_file() else Path(path)
-        if (growth := _growth(described)) > _MAX_GROWTH:
+        parsed = _parsed(described)
+        if (growth := _growth(parsed)) > _MAX_GROWTH:
             raise file_error(
                 self._file,
                 None,
@@ -34,6 +36,8 @@ class TextTokenizer:
             self._tokenizer: Any = Tokenizer.from_str(described)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = splits_special_tokens(Path(path))
+        warn_of_contradictions(f"{path}/tokenizer_config.json", read_settings(Path(path)), parsed)
 
     def number(self, token: str) -> int | None:
         """Returns the id of a token, or None if it isn't in the vocabulary."""
@@ -89,13 +93,18 @@ class TextTokenizer:
 _MAX_GROWTH = 100_000
 
 
-def _growth(described: str) -> float:
-    """Returns a bound on how many times longer a text can get when it is normalised."""
+def _parsed(described: str) -> dict[str, Any]:
+    """Parses a tokeniser. If it's damaged then this is `{}`, as we get a better error from `tokenizers`."""
     try:
-        described = json.loads(described)
+        parsed = json.loads(described)
     except (ValueError, RecursionError):
-        return 1.0  # don't raise here, as we get a better error from `tokenizers`
-    waiting = [described.get("normalizer")] if isinstance(described, dict) else []
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _growth(described: dict[str, Any]) -> float:
+    """Returns a bound on how many times longer a text can get when it is normalised."""
+    waiting = [described.get("normalizer")]
     growth = 1.0
     while waiting:
         match waiting.pop():

@@ -14,12 +14,12 @@ from .families import classifiers
 from .gguf.config import config_of, keys_of, rope_tensors, without_blocks_beside
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
-from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
+from .gguf.vocabulary import ends_in_vocabulary, vocabulary_of
 from .gguf.writer import Mixture, write
 from .models.decoder_config import DecoderConfig, completed
 from .models.rope import Rope
 from .models.vocabulary import embeddings
-from .tokenizer import read_templates
+from .tokenizer import read_templates, splits_special_tokens
 
 #: The filename to use when writing to a folder.
 NAME = "model.gguf"
@@ -112,6 +112,11 @@ def _metadata_of_folder(
     keys, factors = keys_of(whole, source), rope_tensors(whole)
     ends = tuple(f"{name}.weight" for name in embeddings())
     rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
+    if splits_special_tokens(source):
+        raise CheckpointError(
+            f"{source / 'tokenizer_config.json'} has split_special_tokens=true, which GGUF cannot say: "
+            "programs that read such a file decide themselves whether to split special tokens."
+        )
     templates, special = read_templates(source)
     vocabulary = vocabulary_of(source, config, rows, templates, special)
     marks = Marks.of(TextTokenizer(source), source, config)

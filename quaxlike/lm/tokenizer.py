@@ -16,6 +16,7 @@ from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
+_SPLITS = "split_special_tokens"
 # The names that special tokens have in GGUF files.
 _TOKENS = dict(zip(SPECIAL, ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), strict=True))
 
@@ -30,7 +31,9 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
         format, so we convert it.
 
     **Returns:** the contents of `tokenizer.json`. If `tokenizer_config.json`, `special_tokens_map.json` or
-    `added_tokens.json` name any tokens that aren't in there, then these are added, as in transformers.
+    `added_tokens.json` name any tokens that aren't in there, then these are added, as in transformers. Flags
+    that they give to tokens replace the ones in `tokenizer.json`. However, `split_special_tokens` has no
+    place in there: set `encode_special_tokens` of the `Tokenizer` instead.
 
     **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file isn't text, or if
     we don't support the vocabulary of the GGUF file.
@@ -75,6 +78,25 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Reads `tokenizer_config.json`. If there is no such file, as for GGUF, then this is `{}`."""
+    path = directory / _SETTINGS
+    return read_json_file(path, "the settings of the tokeniser") if path.is_file() else {}
+
+
+def splits_special_tokens(directory: Path) -> bool:
+    """Returns whether the names of special tokens within a text are split into pieces like any other text.
+
+    This is the entry `split_special_tokens` in `tokenizer_config.json`.
+
+    **Raises:** `CheckpointError` if this isn't a boolean.
+    """
+    found = read_settings(directory).get(_SPLITS)
+    if not isinstance(found, bool | None):
+        raise file_error(directory / _SETTINGS, _SPLITS, f"expected true or false; found {quoted(found)}")
+    return bool(found)
+
+
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     special = {}
     for name in _TOKENS:
@@ -95,7 +117,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
         return _settings_in_gguf(as_python(open_gguf(directory).metadata))
-    settings = read_json_file(path, "the settings of the tokeniser") if path.is_file() else {}
+    settings = read_settings(directory)
     path = directory / "special_tokens_map.json"
     special = read_json_file(path, "the special tokens") if path.is_file() else {}
     return {name: special[name] for name in _TOKENS if name in special} | {

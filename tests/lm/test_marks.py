@@ -140,6 +140,22 @@ def test_an_end_that_is_no_token(tmp_path):
         tokeniser(tmp_path, "$A", {}, tokenizer_config={"eos_token": "<over>"})
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_special_tokens_within_a_text(splits, tmp_path):
+    """They are pieces of text if the settings of the tokeniser say so; marks around it stay."""
+    settings = {"split_special_tokens": splits, "eos_token": "</s>"}
+    tokens = tokeniser(tmp_path, "<s> $A", tokenizer_config=settings)
+    inside = [0, 0, 0] if splits else [E]
+    (text,) = NextToken().encode({"text": "one </s> two"}, tokens).texts
+    assert text == [B, ONE, *inside, TWO, E]
+    assert TextTokenizer(tmp_path).encode("one </s>").ids == [B, ONE, *inside]
+
+
+def test_a_setting_that_is_no_boolean(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'split_special_tokens': expected true or false; found 'yes'"):
+        tokeniser(tmp_path, "$A", tokenizer_config={"split_special_tokens": "yes"})
+
+
 def test_texts_between_marks_are_cut_before_the_end(tmp_path):
     tokens = tokeniser(tmp_path, "<s> $A </s>")
     for text in ("one two three", "<s> one two three", "<s> one two three </s>"):

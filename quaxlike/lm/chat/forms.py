@@ -31,38 +31,36 @@ class Forms:
     """The forms that a template takes. `render` should raise `ValueError` if it rejects a conversation."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
-        def shown(message: Mapping[str, Any], form: Callable[[str], bool]) -> bool:
-            before = [] if message["role"] != "assistant" else [{"role": "user", "content": "question"}]
-            after = [{"role": "user", "content": "question"}] if message["role"] == "system" else []
-            try:
-                return form(render([*before, message, *after]))
-            except ValueError:
-                return False
+        self._render = render
+        self._content = {role: self._form_of_content(role) for role in _ROLES}
+        self._arguments = self._form_of_arguments()
 
-        def of_content(role: str) -> _Form:
-            def is_content(text: str) -> bool:
-                return PROBE in text and "'type'" not in text and '"type"' not in text
+    def _form_of_content(self, role: str) -> _Form:
+        contents = (PROBE, [{"type": "text", "text": PROBE}])
+        texts = [self._rendered({"role": role, "content": content}) for content in contents]
+        return _Form(*(PROBE in x and "'type'" not in x and '"type"' not in x for x in texts))
 
-            contents = (PROBE, [{"type": "text", "text": PROBE}])
-            return _Form(*(shown({"role": role, "content": content}, is_content) for content in contents))
+    def _form_of_arguments(self) -> _Form:
+        written = json.dumps(_ARGUMENTS, ensure_ascii=False)
+        return _Form(self._writes_call(written, written), self._writes_call(_ARGUMENTS, PROBE))
 
-        def of_arguments() -> _Form:
-            written = json.dumps(_ARGUMENTS, ensure_ascii=False)
-            tests: tuple[tuple[Any, Callable[[str], bool]], ...] = (
-                (written, lambda text: written in text),
-                (_ARGUMENTS, lambda text: PROBE in text),
-            )
-            found = []
-            for arguments, test in tests:
-                function = {"name": "name", "arguments": arguments}
-                calls = [{"id": "123456789", "type": "function", "function": function}]
-                message = {"role": "assistant", "tool_calls": calls}
-                # Some templates only look for calls if there is no content, and some need an empty one.
-                found.append(any(shown({**message, "content": x}, test) for x in ("", None)))
-            return _Form(*found)
+    def _writes_call(self, arguments: Any, expected: str) -> bool:
+        """Returns whether the template writes `expected` for a tool call with these arguments."""
+        function = {"name": "name", "arguments": arguments}
+        calls = [{"id": "123456789", "type": "function", "function": function}]
+        message = {"role": "assistant", "tool_calls": calls}
+        # Some templates only look for calls if there is no content, and some need an empty one.
+        return any(expected in self._rendered({**message, "content": x}) for x in ("", None))
 
-        self._content = {role: of_content(role) for role in _ROLES}
-        self._arguments = of_arguments()
+    def _rendered(self, message: Mapping[str, Any]) -> str:
+        """Renders a message in a short conversation. Returns "" if the template rejects it."""
+        question = {"role": "user", "content": "question"}
+        before = [question] if message["role"] == "assistant" else []
+        after = [question] if message["role"] == "system" else []
+        try:
+            return self._render([*before, message, *after])
+        except ValueError:
+            return ""
 
     def converted(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a message to the forms that the template takes.

@@ -53,6 +53,25 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
             raise ValueError(f"{name!r} is not used beside {there}: leave it out{rename}")
 
 
+def check_label(fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a row has a label, since no task of decoders that write texts learns it.
+
+    In particular, in the format of TRL's `KTOTrainer` it says whether the completion is any good, so we would
+    otherwise train on the bad ones too.
+    """
+    label = fields.get("label")
+    if label in (None, "", [], {}):
+        return
+    if isinstance(label, bool) or "completion" in fields:
+        raise ValueError(
+            f"'label' is {label!r}, which says whether the completion is wanted, as for KTO. There is no "
+            "task for such rows: keep those that are wanted, without 'label', to learn their completions; or "
+            "make a wanted and an unwanted one of the same prompt 'chosen' and 'rejected', which --task dpo "
+            "learns"
+        )
+    raise ValueError(f"'label' is {label!r}, which --task classify learns: use that task, or leave it out")
+
+
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
     """Returns a text, which must not be empty. If it is missing then the error message includes `forms`."""
     text = fields.get(name)
@@ -136,6 +155,7 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError("'chosen' and 'rejected' are preferences, which --task dpo learns")
+    check_label(fields)
     # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
     talk = form == "prompt" and (
         _is_talk(fields["prompt"]) or not isinstance(fields.get("completion", ""), str)
@@ -324,6 +344,7 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
     instruction, and an answer can be a single message or a text.
     """
     fields = _without_nulls(fields)
+    check_label(fields)
     chosen, rejected = (_part(fields, name) for name in ("chosen", "rejected"))
     form = next((x for x in ("prompt", "conversations", "instruction") if x in fields), None)
     asked: tuple[str, ...] = {

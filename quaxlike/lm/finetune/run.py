@@ -198,8 +198,8 @@ def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepare
     added = named_arrays(model).keys() - named_arrays(base).keys() - {"lm_head.weight"}
     if run.merge and added:
         raise FinetuneError(
-            f"--merge cannot be used with the adapter in {train.adapter}, which adds "
-            f"{listed(sorted(added))}: merged checkpoints have no place for these."
+            f"--merge cannot be used with --adapter {train.adapter}, which adds {listed(sorted(added))}: "
+            "merged checkpoints have no place for these."
         )
     if isinstance(train.adapter, Path):
         console.print(

@@ -1,10 +1,12 @@
-"""Tokens that other files of a checkpoint add to its `tokenizer.json`.
+"""Tokens that other files of a checkpoint add to its `tokenizer.json`, or treat differently.
 
 These are usually in `tokenizer.json` as well, but not if someone added them by editing another file, or by
 using an old version of transformers. As transformers does, we then append them to the vocabulary. (Otherwise
-they would be split into pieces.)
+they would be split into pieces.) Likewise, if the files disagree on the flags of a token, such as whether it
+absorbs the spaces around it, then we use the same ones as transformers.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,18 +18,19 @@ from ...files.json_text import read_json_file
 #: The names of special tokens in `tokenizer_config.json`.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def completed_text(folder: Path, text: str) -> str:
-    """Adds tokens to the contents of `tokenizer.json`. We only parse them if there are any to add."""
-    if all(_stands_in(text, name) for name in _named(folder)):
+    """Completes the contents of `tokenizer.json`. Returns the same text if there is nothing to change."""
+    if not _named(folder):
         return text
     try:
         described = json.loads(text)
     except (ValueError, RecursionError):
         return text  # whoever uses this raises a better error
-    return json.dumps(completed(folder, described)) if isinstance(described, dict) else text
+    out = completed(folder, described) if isinstance(described, dict) else described
+    return text if out is described else json.dumps(out)
 
 
 def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
@@ -42,59 +45,90 @@ def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
             numbers = dict(vocab)
         else:  # the pieces of a unigram model, with their scores
             numbers = {piece: i for i, (piece, _) in enumerate(list[Any](vocab or []))}
-        numbers |= {token["content"]: token["id"] for token in added}
+        out = {token["content"]: token for token in added}
+        numbers |= {content: token["id"] for content, token in out.items()}
         following = 1 + max(numbers.values(), default=-1)
     except (KeyError, TypeError, ValueError):
         return described  # whoever uses this raises a better error
-    added = [*added]
-    for name, (file, number, flags) in _named(folder).items():
-        if name in numbers:
+    for content, token in _named(folder).items():
+        if content in out:
+            out[content] = token.merged(out[content])
             continue
-        if number not in (None, following):
-            raise file_error(
-                folder / file,
-                name,
-                f"is number {number}; tokenizer.json lacks it, and the next number there is {following}",
-            )
-        default = _FLAGS | {"normalized": not flags.get("special", True)}
-        added.append({"id": following, "content": name, **default, **flags})
-        following += 1
-    return {**described, "added_tokens": added}
+        if content not in numbers:
+            if token.number not in (None, following):
+                raise file_error(
+                    folder / token.file,
+                    content,
+                    f"is number {token.number}; tokenizer.json lacks it, and the next number there is "
+                    f"{following}",
+                )
+            numbers[content], following = following, following + 1
+        out[content] = {"id": numbers[content], "content": content, **token.flags()}
+    return described if [*out.values()] == added else {**described, "added_tokens": [*out.values()]}
 
 
-def _stands_in(text: str, name: str) -> bool:
-    return any(json.dumps(name, ensure_ascii=ascii) in text for ascii in (False, True))
+@dataclasses.dataclass
+class _Token:
+    """A token that is named by another file."""
+
+    file: str
+    number: int | None
+    given: Mapping[str, bool]
+    """The flags that are specified by the file."""
+    in_decoder: bool | None
+    """Whether the token is in `added_tokens_decoder`, or None if there is no such entry.
+
+    If there is, then other files don't change the flags in `tokenizer.json`.
+    """
+    is_named: bool = False
+    """Whether the token has a role, such as `eos_token`. All such tokens are special."""
+
+    def flags(self) -> dict[str, bool]:
+        special = self.is_named or self.given["special"]
+        return {**dict.fromkeys(_FLAGS, False), "normalized": not special, **self.given, "special": special}
+
+    def merged(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        """Updates the flags that the token has in `tokenizer.json`. Special tokens always remain special."""
+        if self.in_decoder:
+            flags = self.flags()
+            return {**described, **flags, "special": flags["special"] or described.get("special", False)}
+        return {**described, "special": True} if self.is_named and self.in_decoder is None else {**described}
 
 
-def _named(folder: Path) -> dict[str, tuple[str, int | None, Mapping[str, Any]]]:
-    """Returns the file, number and flags of each token that other files name, in transformers' order."""
-    out: dict[str, tuple[str, int | None, Mapping[str, Any]]] = {}
+def _named(folder: Path) -> dict[str, _Token]:
+    """Returns the tokens that other files name, in transformers' order."""
+    out: dict[str, _Token] = {}
 
-    def add(file: str, token: Any, number: int | None = None, **flags: bool) -> None:
+    def add(
+        file: str, token: Any, number: int | None = None, *, special: bool, is_named: bool = False
+    ) -> None:
+        given = {"special": special}
         if isinstance(token, dict):
-            flags |= {name: bool(token[name]) for name in _FLAGS if name in token}
+            given |= {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
             token = token.get("content")
         if isinstance(token, str) and token:  # if it's anything else then this is an error elsewhere
-            out.setdefault(token, (file, number, flags))
+            in_decoder = number is not None if has_decoder else None
+            out.setdefault(token, _Token(file, number, given, in_decoder)).is_named |= is_named
 
     names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     settings, special, old = (_read(folder / name) for name in names)
     decoder = settings.get("added_tokens_decoder")
+    has_decoder = isinstance(decoder, dict)
     if isinstance(decoder, dict):
         for number, token in sorted(decoder.items(), key=lambda x: (len(x[0]), x[0])):
             if not number.isdecimal():
                 raise file_error(folder / names[0], "added_tokens_decoder", f"{quoted(number)} is no number")
-            add(names[0], token, int(number))
+            add(names[0], token, int(number), special=isinstance(token, str))
     else:
         for token, number in old.items():
             add(names[2], token, number, special=False)
     for file, fields in ((names[0], settings), (names[1], special)):
         for name in SPECIAL:
-            add(file, fields.get(name), special=True)
+            add(file, fields.get(name), special=True, is_named=True)
         for name in _LISTS:
             found = fields.get(name)
             for token in found.values() if isinstance(found, dict) else found or []:
-                add(file, token, special=True)
+                add(file, token, special=True, is_named=isinstance(found, dict))
     return out
 
 

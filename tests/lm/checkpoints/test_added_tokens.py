@@ -1,5 +1,8 @@
 """Tokens that stand beside `tokenizer.json`, as transformers adds them."""
 
+import contextlib
+import json
+
 import pytest
 
 from quaxlike.files import CheckpointError
@@ -23,6 +26,60 @@ FILES = {
 def test_tokens_of_other_files(files, tmp_path):
     tokeniser(tmp_path, "$A", {}, **files)
     assert TextTokenizer(tmp_path).encode("one<new> one").ids == [ONE, 7, ONE]
+
+
+_STOP = {"content": "<end>", "lstrip": True, "rstrip": True, "normalized": False, "special": True}
+_NAMED = {**_STOP, "__type": "AddedToken"}
+_OTHERS = {"7": NEW}
+#: Settings beside a tokenizer.json in which "<end>" is listed without flags: `lstrip`, `rstrip`, `special`.
+FLAGS = {
+    "decoder": ({"added_tokens_decoder": {"3": _STOP}}, "lrs"),
+    "decoder, not special": ({"added_tokens_decoder": {"3": {**_STOP, "special": False}}}, "lr"),
+    "decoder and by name": (
+        {"added_tokens_decoder": {"3": {**_STOP, "special": False}}, "pad_token": "<end>"}, "lrs",
+    ),
+    "by name": ({"pad_token": "<end>"}, "s"),
+    "object by name": ({"pad_token": _NAMED}, "s"),
+    "by a name of its own": ({"extra_special_tokens": {"stop_token": "<end>"}}, "s"),
+    "decoder of others": ({"added_tokens_decoder": _OTHERS, "pad_token": _NAMED}, ""),
+    "list": ({"extra_special_tokens": ["<end>"]}, ""),
+}  # fmt: skip
+#: The same where "<end>" is a word of the vocabulary alone.
+FLAGS_OF_WORDS = {
+    "decoder": ({"added_tokens_decoder": {"3": _STOP}}, "lrs"),
+    "by name": ({"pad_token": "<end>"}, "s"),
+    "object by name": ({"pad_token": _NAMED}, "lrs"),
+    "list": ({"additional_special_tokens": ["<end>"]}, "s"),
+    "decoder of others": (
+        {"added_tokens_decoder": _OTHERS, "pad_token": {**_NAMED, "special": False}},
+        "lrs",
+    ),
+}
+
+
+def with_stop(folder, settings, is_listed):
+    """A tokeniser that has `<end>`, without flags or as a word of the vocabulary."""
+    tokeniser(folder, "$A", {}, tokenizer_config=settings)
+    path = folder / "tokenizer.json"
+    described = json.loads(path.read_text())
+    stop = next(token for token in described["added_tokens"] if token["content"] == "<end>")
+    stop["special"] = False
+    if not is_listed:
+        described["added_tokens"].remove(stop)
+    path.write_text(json.dumps(described))
+    return TextTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("is_listed", "case"), [*((True, case) for case in FLAGS), *((False, case) for case in FLAGS_OF_WORDS)]
+)
+def test_flags_of_other_files(is_listed, case, tmp_path):
+    settings, flags = (FLAGS if is_listed else FLAGS_OF_WORDS)[case]
+    with_stop(tmp_path, settings, is_listed)
+    described = json.loads(read_tokenizer(tmp_path))
+    stop = next(token for token in described["added_tokens"] if token["content"] == "<end>")
+    assert stop["id"] == 3
+    assert {name[0] for name in ("lstrip", "rstrip", "special") if stop[name]} == {*flags}
 
 
 def test_several_in_order(tmp_path):
@@ -50,3 +107,31 @@ def test_another_number(number, tmp_path):
     settings = {"added_tokens_decoder": {"first": NEW}}
     with pytest.raises(CheckpointError, match="'added_tokens_decoder': 'first' is no number"):
         tokeniser(tmp_path, "$A", {}, tokenizer_config=settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"do_lower_case": False, "tokenizer_class": "BertTokenizer"}, "do_lower_case=False"),
+        (
+            {"tokenize_chinese_chars": False, "add_prefix_space": True},
+            "chinese_chars=False, add_prefix",
+        ),
+        ({"do_lower_case": True, "strip_accents": None, "add_prefix_space": False}, ""),
+        ({"do_lower_case": False, "tokenizer_class": "PreTrainedTokenizerFast"}, ""),
+    ],
+)
+def test_settings_that_contradict_the_tokeniser(settings, warned, tmp_path):
+    """transformers builds some tokenisers anew by their settings."""
+    tokeniser(tmp_path, "$A", {}, tokenizer_config=settings)
+    path = tmp_path / "tokenizer.json"
+    described = json.loads(path.read_text())
+    steps = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    described["normalizer"] = {
+        "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+        "lowercase": True,
+    }  # fmt: skip
+    path.write_text(json.dumps(described))
+    with pytest.warns(UserWarning, match=warned) if warned else contextlib.nullcontext():
+        TextTokenizer(tmp_path)

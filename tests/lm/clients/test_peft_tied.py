@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft, resize_vocabulary, save
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.lm.clients.suite import client, logits_of_llama_cpp, logits_of_transformers
@@ -40,6 +41,18 @@ CASES = {
     "norms saved": {"modules_to_save": ["norm"]},
 }
 _NEW = 6
+#: Of a tied checkpoint: its one tensor has the name of the output layer.
+_BY_HEAD = "tied by the name of the head"
+
+
+def _base(folder, tied):
+    """Makes a checkpoint."""
+    model = checkpoint(folder, "qwen2", tie_word_embeddings=bool(tied))
+    if tied == _BY_HEAD:
+        found = {key: np.asarray(x) for key, x in open_tensors(folder).items()}
+        found = {key.replace("model.embed_tokens", "lm_head"): x for key, x in found.items()}
+        write_tensors(folder / "model.safetensors", found, {"format": "pt"})
+    return model
 
 
 def _theirs(folder, resized, seed):
@@ -92,14 +105,14 @@ def _run(model, ids):
 
 
 @pytest.mark.parametrize("resized", [False, True], ids=["", "resized"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, True, _BY_HEAD], ids=["untied", "tied", "by head"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case, tied, resized, compare, tmp_path):
     """On a base whose new rows differ, where the file brings its own."""
     from peft import PeftModel
 
     base, files, again, merged = (tmp_path / name for name in ("base", "peft", "again", "merged"))
-    n = checkpoint(base, "qwen2", tie_word_embeddings=tied).config.vocab_size
+    n = _base(base, tied).config.vocab_size
     ids = np.asarray([[5, 9, 3, 280, 5, 17, 7, n + resized * _NEW - 1, n - 1]])
     check = lambda what, found: compare("PEFT", "embeddings", "qwen2", what, found, wanted, 2e-4)
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quaxlike.lm.finetune.data import Tokens
-from quaxlike.lm.finetune.tasks import NextToken, Preferences
+from quaxlike.lm.finetune.tasks import NextToken, Pairs, Preferences
 from tests.lm.test_marks import E, tokeniser
 
 TEMPLATE = (
@@ -120,6 +120,16 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
         NextToken().encode({**row, "history": [["one", "two"]]}, tokens)
 
 
+# As in TRL and in LLaMA-Factory: a row is wanted or not.
+KTO = (
+    ({"prompt": "one", "completion": "two"}, True),
+    ({"prompt": [USER], "completion": [ANSWER]}, False),
+    ({"prompt": "one", "completion": "two"}, 0),
+    ({"messages": [USER, ANSWER]}, False),
+    ({"instruction": "one", "output": "two"}, False),
+)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -132,7 +142,11 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, "preferences, which --task dpo learns"),
         ({"chosen": "b", "rejected": "c"}, "preferences, which --task dpo learns"),
         ({"text": "one", "weight": 0}, "'weight' is not used beside text: leave it out$"),
-        ({"text": "one", "label": 0}, "'label' is not used beside text"),
+        ({"text": "one", "label": 0}, "'label' is 0, which --task classify learns"),
+        *(
+            (row | {"label": label}, f"'label' is {label}, which says .*KTO.*--task dpo")
+            for row, label in KTO
+        ),
         ({"messages": [USER, ANSWER], "functions": [1]}, "'functions' is not used beside messages"),
         ({"messages": [USER, ANSWER | {"train": False}]}, "message 1 has 'train', which the chat template"),
         (
@@ -227,6 +241,10 @@ def test_preferences_of_instructions_without_a_chat_template(tokens, tmp_path):
     ("row", "message"),
     [
         ({"text": "one"}, "'chosen' must be a text; there are text. Rows are .* --task dpo"),
+        *(
+            (row | {"label": label}, f"'label' is {label}, which says .*KTO.*--task dpo")
+            for row, label in KTO
+        ),
         ({"chosen": [USER, ANSWER], "rejected": "two"}, "must both be texts or both be lists"),
         ({"chosen": "one", "rejected": "two"}, "no 'prompt', and 'chosen' and 'rejected' do not begin alike"),
         (
@@ -257,3 +275,8 @@ def test_preferences_of_instructions_without_a_chat_template(tokens, tmp_path):
 def test_other_preferences_are_named(row, message, tokens):
     with pytest.raises(ValueError, match=message):
         Preferences().encode(row, tokens)
+
+
+def test_a_text_and_its_label_are_no_pair(tokens):
+    with pytest.raises(ValueError, match="a text and its label are what --task classify learns"):
+        Pairs().encode({"text": "one", "label": "two"}, tokens)

@@ -10,7 +10,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, loading, save
-from quaxlike.surgery.trees import named_arrays
+from quaxlike.surgery.trees import named_arrays, replace
 from tests.lm.models.fixtures import MODELS, folder
 from tests.lm.models.made import checkpoint
 from tests.samples import array
@@ -73,6 +73,32 @@ def test_an_equal_output_layer_stays_tied(tmp_path):
     model, config = load(base)
     assert model.lm_head is None
     assert "tie_word_embeddings" not in config
+
+
+#: The names in files of tied checkpoints.
+_NAMES = {
+    "of the output layer": lambda name: name.replace("model.embed_tokens", "lm_head"),
+    "of the body": lambda name: name.removeprefix("model."),
+    "within a wrapper": lambda name: f"_orig_mod.{name}",
+}
+
+
+@pytest.mark.parametrize("format", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", _NAMES)
+def test_an_output_layer_that_the_checkpoint_ties(names, format, tmp_path):
+    """As after an adapter of one of the two. Both are written, by names that go with the others."""
+    base = tmp_path / "base"
+    checkpoint(base, "qwen2", tie_word_embeddings=True)
+    tensors = {_NAMES[names](key): np.asarray(x) for key, x in open_tensors(base).items()}
+    write_tensors(base / "model.safetensors", tensors, {"format": "pt"})
+    model = load(base)[0].with_separate_head()
+    model = replace(model, {"lm_head.weight": model.lm_head.weight[::-1]})
+    save(tmp_path / "out", model, base, format=format)
+    again, _ = load(tmp_path / "out")
+    for name, x in named_arrays(model).items():
+        np.testing.assert_array_equal(named_arrays(again)[name], x)
+    if format == "safetensors":
+        assert {*open_tensors(tmp_path / "out")} == {*named_arrays(model)}
 
 
 @pytest.mark.slow

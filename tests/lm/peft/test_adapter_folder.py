@@ -3,9 +3,14 @@
 import json
 import shutil
 
+import jax
 import pytest
 
+import quaxlike as ql
+from quaxlike.lm import load, peft
 from quaxlike.lm.adapter_folder import other_tokenizer
+from quaxlike.lm.convert import main as convert
+from tests.lm.models.made import checkpoint
 from tests.lm.test_marks import tokeniser
 
 
@@ -43,3 +48,19 @@ def test_tokens_that_were_added(folders):
     described["added_tokens"].append({**described["added_tokens"][0], "id": 7, "content": "<new>"})
     (adapter / "tokenizer.json").write_text(json.dumps(described))
     assert "has a tokeniser of its own" in other_tokenizer(adapter, model)
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_conversion_warns(has_own, tmp_path, capsys):
+    """As `finetune` and `generate` do; the model need not have a tokeniser."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    checkpoint(base, "qwen2")
+    model = ql.loraify(load(base)[0], rank=2, where=["q_proj"], key=jax.random.key(0))
+    peft.save_adapter(adapter, model)
+    assert convert([str(base), str(tmp_path / "out"), f"--adapter={adapter}"]) == 0
+    assert "Warning" not in capsys.readouterr().err
+    tokeniser(adapter, "$A")
+    if not has_own:
+        (base / "tokenizer.json").unlink()
+    assert convert([str(base), str(tmp_path / "out"), f"--adapter={adapter}"]) == 0
+    assert f"Warning: {adapter} has a tokeniser of its own" in capsys.readouterr().err

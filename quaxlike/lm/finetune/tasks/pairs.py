@@ -48,6 +48,8 @@ class Pairs(AbstractTask):
         return cls(Pooling.of(train.model))
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example:
+        if fields.keys() == {"text", "label"}:
+            raise ValueError("a text and its label are what --task classify learns; a pair has other names")
         if len(fields) != 2:
             raise ValueError(f"expected two texts that belong together; found {', '.join(fields) or 'none'}")
         anchor, positive = (tokens.cut(text_of(fields, name)) for name in fields)
