@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
-from ..multilinear import accumulator_dtype, is_spread, precision_for
+from ..multilinear import accumulator_dtype, dot_general, is_spread, precision_for
 from .product import Decode, Product, Tiles
 
 # How many weights to decode at a time. With few rows of `x` this is 1 MiB of float32, to fit into a core's L2
@@ -133,6 +133,20 @@ def times(
     if dtype is not None:
         return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params)
     return times(x, w, product, accumulator_dtype(x.dtype)).astype(product.out_dtype)
+
+
+def to_ranks(
+    x: Float[Array, "*batch features"],
+    a: Float[Array, "adapters rank features"],
+    scaling: Any,
+    index: Int[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch adapters rank"]:
+    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters that a row does not use."""
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
+    if index is not None:
+        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
+    return t * jnp.asarray(scaling, x.dtype)
 
 
 def times_adapters(

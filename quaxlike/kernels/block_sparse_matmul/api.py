@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32
 
 from ..._checked import checked
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import map_rows, sum_tangents
+from ..multilinear import check_x, map_rows, sum_tangents
 from . import hopper, mma, tpu
 from .reference import matmul_reference, matmul_sliced, sampled_reference, sampled_sliced
 
@@ -90,14 +90,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
             f"axes of blocks, got {col_idx.shape}"
         )
     rows, _, b, _ = blocks.shape
-    n, k = rows * b, transposed_idx.shape[0] * b
-    contracted = n if transpose else k
-    if x.ndim == 0 or x.shape[-1] != contracted:
-        raise ValueError(
-            f"block_sparse_matmul: the last axis of x must be {'N' if transpose else 'K'} = "
-            f"{contracted} of the weight's shape {(n, k)}{' (transposed)' if transpose else ''}, "
-            f"got x of shape {x.shape}"
-        )
+    check_x("block_sparse_matmul", x, (rows * b, transposed_idx.shape[0] * b), transpose)
 
 
 def _either(
