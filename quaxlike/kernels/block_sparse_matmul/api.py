@@ -143,21 +143,11 @@ def _transpose(
     return None, ct_blocks, None, None
 
 
-def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx  # only used by the derivatives
-    return sampled_reference(y, x, col_idx, **params)
-
-
-def _sampled_in_slices(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx
-    return sampled_sliced(y, x, col_idx, **params)
-
-
 def _choose_sampled(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
     kernels = {"gpu": _either(hopper.choose_sampled, mma.choose_sampled), "tpu": tpu.choose_sampled}
-    reference = _sampled_in_slices if platform in _GPUS else _sampled
+    reference = sampled_sliced if platform in _GPUS else sampled_reference
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
 
 
@@ -182,7 +172,7 @@ def _sampled_transpose(
 def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
     # For the reference, a batch of products is just a product of larger arrays.
     del params["backend"]
-    return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
+    return jax.vmap(functools.partial(sampled_reference, **params), dims)(*operands), 0
 
 
 block_sparse_matmul_p = kernel_primitive(
@@ -200,7 +190,7 @@ block_sparse_matmul_p = kernel_primitive(
 sampled_matmul_p = kernel_primitive(
     "block_sparse_sampled_matmul",
     _choose_sampled,
-    _sampled,
+    sampled_reference,
     jvp=lambda primals, tangents, **params: sum_tangents(sampled_matmul_p, primals, tangents, params),
     transpose=_sampled_transpose,
     batching=_sampled_batching,
