@@ -17,6 +17,7 @@ from ..core import compat
 from ..core.high_level import as_call
 from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
+from .graph import INLINED
 
 
 class Digit(NamedTuple):
@@ -65,9 +66,7 @@ _ELEMENTWISE = frozenset(
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
     nextafter""".split()  # noqa: SIM905
 )
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-          "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
-          "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+_CALLS = {**INLINED, "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def _needed(jaxpr: Any) -> list[JaxprEqn]:
