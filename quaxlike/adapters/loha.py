@@ -104,7 +104,7 @@ def _read_loha(layer: Layer) -> Any:
 def _write_loha(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     x = layer.array
     effective = x.core_1 is not None
-    parts = {name: getattr(x, name) for name in LOHA.parts if getattr(x, name) is not None}
+    parts = {name: getattr(x, name) for name in LOHA.parts}
     if effective:
         parts |= {"a_1": x.a_1.T, "a_2": x.a_2.T}
     r = x.a_1.shape[-1]

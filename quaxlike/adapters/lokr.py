@@ -138,7 +138,7 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         parts["second_a"] = x.second if x.core is None else x.second.T
         options |= {"use_effective_conv2d": x.core is not None} if math.prod(window) > 1 else {}
-    return {name: part for name, part in parts.items() if part is not None}, options
+    return parts, options
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ GROUPED = (
 @starts
 def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
     """Creates a LoRA with the default initialisation. For all options, use [`quaxlike.loraify`][]."""
-    a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
+    a, b = x.kaiming(rank, *x.in_shape, fan_in=x.inputs), x.zeros(*x.out_shape, rank)
     return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
 
 

@@ -498,7 +498,7 @@ def _read_layers(
         kind = "parameter" if is_parameter else layout.kind
         if kind not in method.kinds:
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
-        layers[layer] = Layer(layer, leaf, layout, bias, config.options, file, keys, method, kind)
+        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind)
     shared = None
     if method.prepare is not None:
         shared = method.prepare(
@@ -525,7 +525,7 @@ def _read_stack(
         key = next(key for keys in experts.values() for key in keys.values())
         raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
     layers = [
-        Layer(layer, leaf, layout, None, config.options, file, keys, method, "parameter")
+        Layer(leaf, layout, layer, None, config.options, file, keys, method, "parameter")
         for layer, keys in experts.items()
     ]
     array = method.read_stack(name, layers)
