@@ -280,7 +280,7 @@ def chunked(
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
-    step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
+    step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product))
     # If the result is a sum over several chunks, then we must only round it after adding them up.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
