@@ -37,7 +37,6 @@ from ..folders.file_pair import consistent
 from ..models.vocabulary import embeddings, is_of_tokens, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
-    Stored,
     biases_of,
     file_name,
     is_parameter,
@@ -300,7 +299,7 @@ def _read_whole(
             key, f"expected shape {expected}; found {found}. The adapter was trained with {found[0]} tokens: "
             f"load it on `quaxlike.lm.resize_vocabulary(model, {found[0]})`"
         )  # fmt: skip
-    return file.read_as(key, stored, leaf.shape)
+    return stored.take(file.read(key, expected), leaf.shape)
 
 
 # PEFT inserts these in between the name of a layer and the names of its original arrays.
@@ -409,10 +408,6 @@ class _File:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors.info[key].shape
-
-    def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """Reads an array with the given shape that is stored in the PyTorch layout."""
-        return stored.take(self.read(key, stored.shape), shape)
 
 
 # layer, part -> key
