@@ -89,7 +89,7 @@ def loha(x: Weight, *, rank: int = 8, alpha: float = 8) -> LoHaArray:
 
 
 def _read_loha(layer: Layer) -> Any:
-    r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
+    r, alpha = layer.option("r"), layer.option("alpha")
     out, into, cores = layer.outputs, layer.inputs, {}
     if is_effective(layer):
         cores = {f"core_{n}": layer.read(f"core_{n}", r, r, *layer.window) for n in (1, 2)}

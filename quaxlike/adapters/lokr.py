@@ -109,7 +109,7 @@ def two_factors(n: int, limit: int) -> tuple[int, int]:
 
 
 def _read_lokr(layer: Layer) -> Any:
-    r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
+    r, alpha = layer.option("r"), layer.option("alpha")
     window, inputs = layer.window, layer.inputs // math.prod(layer.window)
     limit = layer.option("decompose_factor")
     (o_1, o_2), (i_1, i_2) = two_factors(layer.outputs, limit), two_factors(inputs, limit)

@@ -143,13 +143,13 @@ class Layer(OnLayout):
         """The window of a convolution. This is empty for any other kind of layer."""
         return self.in_shape[1:] if self.layout.is_conv else ()
 
-    def option(self, name: str, pattern: str | None = None) -> Any:
+    def option(self, name: str) -> Any:
         """Returns the value of an option for this layer.
 
-        If given, `pattern` names another option, which can override the value in particular layers. For
-        example, `rank_pattern` overrides `r`.
+        If this option is one of `Method.patterns`, then another option can override its value in particular
+        layers. For example, `rank_pattern` overrides `r`.
         """
-        value = self.options[name]
+        pattern, value = self.method.patterns.get(name), self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
     @property
