@@ -103,8 +103,9 @@ class Step:
             from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
             op = self.ops_at.get(i)
             if op is not None:
-                given = from_inner if op.primitive.gradient_enabled else from_seen
-                from_inner = self._with_fixed_weights(op, given)
+                from_inner = from_inner if op.primitive.gradient_enabled else from_seen
+                if self.ops.index(op) in self.traced:
+                    from_inner = op.with_fixed_weights(from_inner)
             seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
             inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
             for j, var in enumerate(self.next_vars):
@@ -176,11 +177,6 @@ class Step:
                 needed.update(a for a in self.eqns[i].invars if not isinstance(a, Literal))
                 found += [self.ops_at[i]] if i in self.ops_at else []
         return found
-
-    def _with_fixed_weights(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        if self.ops.index(op) not in self.traced:
-            return list(operands)
-        return op.with_fixed_weights(operands)
 
     def _environment(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
