@@ -7,9 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ..arrays.lora.array import LoraArray
-from ..arrays.structured import (
-    BlockDiagonalMatrix,
-)
+from ..arrays.structured import BlockDiagonalMatrix
 from .method import MethodArray
 from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
 

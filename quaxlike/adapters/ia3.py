@@ -15,16 +15,7 @@ from ..arrays.lora.trainable import TransparentValue
 from ..core.values import materialise
 from .combinators import HadamardArray, ScaledArray
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Option,
-    Weight,
-    Written,
-    flag,
-    short_names,
-    starts,
-)
+from .record import Layer, Method, Option, Weight, Written, flag, short_names, starts
 
 
 class IA3Array(MethodArray):

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from .combinators import SumArray
 from .lycoris import KINDS, OPTIONS, PATTERNS, is_effective, tucker
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Weight,
-    Written,
-    as_written,
-    starts,
-)
+from .record import Layer, Method, Weight, Written, as_written, starts
 
 
 class LoHaArray(MethodArray):

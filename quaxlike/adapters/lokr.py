@@ -6,22 +6,11 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from ..arrays.structured import (
-    KroneckerMatrix,
-)
+from ..arrays.structured import KroneckerMatrix
 from .combinators import SumArray
 from .lycoris import KINDS, OPTIONS, PATTERNS, tucker
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Weight,
-    Written,
-    as_written,
-    count,
-    flag,
-    starts,
-)
+from .record import Layer, Method, Weight, Written, as_written, count, flag, starts
 
 
 class LoKrArray(MethodArray):
