@@ -146,19 +146,12 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
     if rename is None:  # use the layer names that appear in published files
-        published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(model, name)) == 1}
+        paths = [*named_arrays(model)]
+        published = {name: own[0] for name in paths if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
-
-            def in_tower(name: str) -> str:
-                return tower.name_in_file(published.get(name, name))
-
-            rename = in_tower
+            rename = {name: tower.name_in_file(published.get(name, name)) for name in paths}
         elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
-
-            def without_body(name: str) -> str:
-                return published.get(name, name).removeprefix(body)
-
-            rename = without_body
+            rename = {name: published.get(name, name).removeprefix(body) for name in paths}
         else:
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
