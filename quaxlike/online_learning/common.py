@@ -19,7 +19,7 @@ from ..core.high_level import as_call
 from .graph import INLINED, bind, with_items
 
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
-_CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
+_CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call"))
 _IDENTITIES = frozenset(
     ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "transpose", "slice", "squeeze")
 )

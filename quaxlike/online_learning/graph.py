@@ -26,7 +26,6 @@ INLINED = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
 }
-_CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,7 +194,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
         name, params = as_call(eqn.primitive, eqn.params)
         if name in INLINED:
             results = inline(params[INLINED[name]], operands, written)
-        elif name in _CUSTOM_VJP:
+        elif name == "custom_vjp_call":
             results = _forward_differentiable(eqn)(*operands)
         else:
             results = bind(_inlined_inside(eqn), operands, written)
@@ -221,10 +220,11 @@ def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _has_custom_vjp(jaxpr: Any) -> bool:
-    calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
-    return any(
-        name in _CUSTOM_VJP or any(map(_has_custom_vjp, jaxprs_in_params(params))) for name, params in calls
-    )
+    for eqn in jaxpr.eqns:
+        name, params = as_call(eqn.primitive, eqn.params)
+        if name == "custom_vjp_call" or any(map(_has_custom_vjp, jaxprs_in_params(params))):
+            return True
+    return False
 
 
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
