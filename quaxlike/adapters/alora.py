@@ -5,24 +5,22 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.core
 from jax.extend.core import Primitive
 
 from ..arrays import precedence
-from ..arrays.adapted import AdaptedArray
 from ..arrays.dot_axes import arrange, dot_axes
 from ..arrays.lora.array import LoraArray
 from ..arrays.lora.dot import add, multiply
 from ..arrays.zero import Zero
 from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
-from .combinators import whole_shape
+from .combinators import AxesArray
 
 # The fields that are shared with `LoraArray`.
 _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradients")
 
 
-class ALoRAArray(AdaptedArray):
+class ALoRAArray(AxesArray):
     """Activated LoRA: a weight with a low-rank adapter that only acts from its invocation tokens onwards.
 
     This is useful when many adapters are applied to the same text: as all earlier tokens are only multiplied
@@ -66,8 +64,6 @@ class ALoRAArray(AdaptedArray):
     alpha: Any = eqx.field(default=None, kw_only=True)
     rslora: bool = eqx.field(static=True, default=False, kw_only=True)
     dropout: float = eqx.field(static=True, default=0.0, kw_only=True)
-    out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
-    in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
     any_axes: ClassVar[bool] = True
     faster: ClassVar[Sequence[str]] = LoraArray.faster
@@ -91,9 +87,6 @@ class ALoRAArray(AdaptedArray):
         """Returns the weight for the tokens that the adapter acts on."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
-
-    def aval(self) -> jax.core.ShapedArray:
-        return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
 
     def materialise(self) -> jax.Array:
         raise ValueError(

@@ -83,7 +83,7 @@ class BOFTArray(MethodArray):
 def boft(x: Weight, *, block_size: int = 4, n_butterfly_factor: int = 1) -> BOFTArray:
     x.must_divide("BOFT", "a block_size", block_size, x.inputs)
     blocks = x.zeros(n_butterfly_factor, x.inputs // block_size, block_size, block_size)
-    return x.on(BOFTArray, blocks, x.ones(*x.out))
+    return x.on(BOFTArray, blocks, x.ones(*x.out_shape))
 
 
 def _read_boft(layer: Layer) -> Any:

@@ -21,17 +21,21 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 
 
-class Combinator(AdaptedArray):
-    """Base class for combinators, i.e. the arrays from which published adapter methods are composed."""
+class AxesArray(AdaptedArray):
+    """Base class for adapters whose weight can have several output and input axes, in any order."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
-    any_axes: ClassVar[bool] = True
-    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
-
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
+
+
+class Combinator(AxesArray):
+    """Base class for combinators, i.e. the arrays from which published adapter methods are composed."""
+
+    any_axes: ClassVar[bool] = True
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     def times(self, factor: jax.Array) -> Any:
         """Multiplies by a scalar by scaling the base, which is correct for everything except for sums."""

@@ -81,7 +81,7 @@ def delora(x: Weight, *, rank: int = 8, strength: float = 15.0) -> DeLoRAArray:
 
 
 def _read_delora(layer: Layer) -> Any:
-    r = layer.option("r", "rank_pattern")
+    r = layer.option("r")
     return layer.on(
         DeLoRAArray, layer.read("a", r, layer.inputs), layer.read("b", layer.outputs, r),
         layer.read("strength", 1)[0], layer.read("column_norms", layer.inputs),

@@ -88,7 +88,7 @@ def fourierft(
 
 
 def _read_fourierft(layer: Layer) -> Any:
-    n = layer.option("n_frequency", "n_frequency_pattern")
+    n = layer.option("n_frequency")
     spectrum, seed, size = (
         layer.read("spectrum", n),
         layer.option("random_loc_seed"),

@@ -7,9 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ..arrays.lora.array import LoraArray
-from ..arrays.structured import (
-    BlockDiagonalMatrix,
-)
+from ..arrays.structured import BlockDiagonalMatrix
 from .method import MethodArray
 from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
 
@@ -94,7 +92,7 @@ def _write_gralora(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     k, r, h = *x.b.shape[-3:-1], 0 if x.general_a is None else x.general_a.shape[-2]
     parts = {"a": x.a, "b": x.b, "general_a": x.general_a, "general_b": x.general_b}
     options = {"r": r, "hybrid_r": h, "gralora_k": k, "alpha": as_written(layer.path, x.scaling * (r + h))}
-    return {name: part for name, part in parts.items() if part is not None}, options
+    return parts, options
 
 
 GRALORA = Method(

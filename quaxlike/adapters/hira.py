@@ -56,7 +56,7 @@ class HiRAArray(MethodArray):
 
 @starts
 def hira(x: Weight, *, rank: int = 32) -> HiRAArray:
-    return x.on(HiRAArray, x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank))
+    return x.on(HiRAArray, x.kaiming(rank, *x.in_shape, fan_in=x.inputs), x.zeros(*x.out_shape, rank))
 
 
 def _read_hira(layer: Layer) -> Any:

@@ -15,16 +15,7 @@ from ..arrays.lora.trainable import TransparentValue
 from ..core.values import materialise
 from .combinators import HadamardArray, ScaledArray
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Option,
-    Weight,
-    Written,
-    flag,
-    short_names,
-    starts,
-)
+from .record import Layer, Method, Option, Weight, Written, flag, short_names, starts
 
 
 class IA3Array(MethodArray):
@@ -106,15 +97,15 @@ def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Arr
     the outputs and the bias, but we can't tie parameters between two arrays.)
     """
     if not (bias is not None if of_inputs is None else of_inputs):
-        return x.on(IA3Array, outputs=x.ones(*x.out))
+        return x.on(IA3Array, outputs=x.ones(*x.out_shape))
     if x.layout.kind == "grouped conv":
         raise ValueError(
             "The kernel of a grouped convolution does not tell how many channels it is applied to. Let (IA)³ "
             "adapt its outputs (`of_inputs=False`)."
         )
     if x.layout.is_conv:
-        return x.on(IA3Array, channels=x.ones(x.into[0]))
-    return x.on(IA3Array, inputs=x.ones(*x.into))
+        return x.on(IA3Array, channels=x.ones(x.in_shape[0]))
+    return x.on(IA3Array, inputs=x.ones(*x.in_shape))
 
 
 def _read(layer: Layer) -> Any:

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from .combinators import SumArray
 from .lycoris import KINDS, OPTIONS, PATTERNS, is_effective, tucker
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Weight,
-    Written,
-    as_written,
-    starts,
-)
+from .record import Layer, Method, Weight, Written, as_written, starts
 
 
 class LoHaArray(MethodArray):
@@ -89,7 +82,7 @@ def loha(x: Weight, *, rank: int = 8, alpha: float = 8) -> LoHaArray:
 
 
 def _read_loha(layer: Layer) -> Any:
-    r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
+    r, alpha = layer.option("r"), layer.option("alpha")
     out, into, cores = layer.outputs, layer.inputs, {}
     if is_effective(layer):
         cores = {f"core_{n}": layer.read(f"core_{n}", r, r, *layer.window) for n in (1, 2)}
@@ -104,7 +97,7 @@ def _read_loha(layer: Layer) -> Any:
 def _write_loha(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     x = layer.array
     effective = x.core_1 is not None
-    parts = {name: getattr(x, name) for name in LOHA.parts if getattr(x, name) is not None}
+    parts = {name: getattr(x, name) for name in LOHA.parts}
     if effective:
         parts |= {"a_1": x.a_1.T, "a_2": x.a_2.T}
     r = x.a_1.shape[-1]

@@ -6,22 +6,11 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from ..arrays.structured import (
-    KroneckerMatrix,
-)
+from ..arrays.structured import KroneckerMatrix
 from .combinators import SumArray
 from .lycoris import KINDS, OPTIONS, PATTERNS, tucker
 from .method import MethodArray
-from .record import (
-    Layer,
-    Method,
-    Weight,
-    Written,
-    as_written,
-    count,
-    flag,
-    starts,
-)
+from .record import Layer, Method, Weight, Written, as_written, count, flag, starts
 
 
 class LoKrArray(MethodArray):
@@ -109,7 +98,7 @@ def two_factors(n: int, limit: int) -> tuple[int, int]:
 
 
 def _read_lokr(layer: Layer) -> Any:
-    r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
+    r, alpha = layer.option("r"), layer.option("alpha")
     window, inputs = layer.window, layer.inputs // math.prod(layer.window)
     limit = layer.option("decompose_factor")
     (o_1, o_2), (i_1, i_2) = two_factors(layer.outputs, limit), two_factors(inputs, limit)
@@ -138,7 +127,7 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         parts["second_a"] = x.second if x.core is None else x.second.T
         options |= {"use_effective_conv2d": x.core is not None} if math.prod(window) > 1 else {}
-    return {name: part for name, part in parts.items() if part is not None}, options
+    return parts, options
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:

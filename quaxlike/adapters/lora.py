@@ -40,7 +40,7 @@ GROUPED = (
 @starts
 def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
     """Creates a LoRA with the default initialisation. For all options, use [`quaxlike.loraify`][]."""
-    a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
+    a, b = x.kaiming(rank, *x.in_shape, fan_in=x.inputs), x.zeros(*x.out_shape, rank)
     return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
 
 
@@ -129,7 +129,7 @@ def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArr
     If these are the concatenation of `count` adapters, then their rank is larger by that factor. We increase
     `alpha` accordingly, so that the scaling stays the same.
     """
-    rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha", "alpha_pattern"))
+    rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha"))
     return layer.on(
         LoraArray, a, b, rslora=rslora, alpha=alpha * (count**0.5 if rslora else count),
         dropout=layer.option("lora_dropout"), **options,
@@ -153,7 +153,7 @@ def written_factors(layer: Written, a: Any, b: Any) -> dict[str, Any]:
 
 
 def _read(layer: Layer) -> Any:
-    start, rank = "embedding_" if layer.kind == "embedding" else "", layer.option("r", "rank_pattern")
+    start, rank = "embedding_" if layer.kind == "embedding" else "", layer.option("r")
     tokens = layer.option("alora_invocation_tokens")
     if tokens and layer.kind not in ("linear", "matrix"):
         raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
@@ -217,7 +217,7 @@ def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
         _check_plain(layer)
         if layer.option("alora_invocation_tokens"):
             raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
-    sizes = {(x.option("r", "rank_pattern"), float(x.option("lora_alpha", "alpha_pattern"))) for x in adapted}
+    sizes = {(x.option("r"), float(x.option("lora_alpha"))) for x in adapted}
     if len(sizes) > 1:
         raise first.error(None, f"the experts of {name} must have one rank and one alpha; found {sizes}")
     (rank, _), n = sizes.pop(), first.w.shape[0]

@@ -5,16 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..arrays import precedence
-from ..arrays.adapted import AdaptedArray, constant, labels_of
+from ..arrays.adapted import constant, labels_of
 from ..arrays.dot_axes import arrange
 from ..arrays.lora.array import LoraArray
 from ..core.jaxprs.evaluate import cached_trace
@@ -23,19 +21,16 @@ from ..core.policy import map_values
 from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from ..core.values import Value, materialise
-from .combinators import whole_shape
+from .combinators import AxesArray
 
 
-class MethodArray(AdaptedArray):
+class MethodArray(AxesArray):
     """Base class for published adapter methods.
 
     Subclasses store the trained parameters and implement `composed`, which expresses the adapted weight in
     terms of combinators. All operations are then delegated to what `composed` returns, which means that a new
     method typically doesn't need any rules.
     """
-
-    out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
-    in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
     # The factor by which the change is scaled, if the method supports this. This is either one of `numbers`
     # or a property computed from it. It isn't annotated, for the same reason as in `AdaptedArray`.
@@ -87,9 +82,6 @@ class MethodArray(AdaptedArray):
         order = [*(i for i in range(n) if i not in ends), *ends]
         moved = jnp.transpose(w, order)
         return jnp.reshape(moved, (*moved.shape[: n - len(ends)], self.num_outputs, self.num_inputs))
-
-    def aval(self) -> jax.core.ShapedArray:
-        return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
 
     def materialise(self) -> jax.Array:
         return self.composed().materialise()

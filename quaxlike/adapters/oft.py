@@ -10,22 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays.dot_axes import cast, in_float32
-from ..arrays.structured import (
-    BlockDiagonalMatrix,
-)
+from ..arrays.structured import BlockDiagonalMatrix
 from .combinators import RotatedArray
 from .method import MethodArray
-from .record import (
-    DROPOUT,
-    Layer,
-    Method,
-    Weight,
-    Written,
-    count,
-    flag,
-    number,
-    starts,
-)
+from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, number, starts
 
 
 class OFTArray(MethodArray):

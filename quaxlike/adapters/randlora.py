@@ -12,18 +12,7 @@ import numpy as np
 from ..arrays.lora.array import LoraArray
 from .method import MethodArray
 from .random_numbers import Generator, randlora_projections
-from .record import (
-    DROPOUT,
-    Layer,
-    Method,
-    Weight,
-    Written,
-    as_written,
-    count,
-    flag,
-    number,
-    starts,
-)
+from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
 from .shared_matrices import SEED, draws, given_matrices, read_shared, times, write_shared
 
 

@@ -1,9 +1,10 @@
 """`Method`: the record for a published method, i.e. its array type, initialisation, and file format."""
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -86,23 +87,12 @@ class Source(Protocol):
     def shape(self, key: str) -> tuple[int, ...]: ...
 
 
-class Layer:
-    """A layer of the model, along with its tensors in the file.
+@dataclasses.dataclass(eq=False)
+class OnLayout:
+    """A weight along with its layout, and the sizes that follow from these."""
 
-    This is what `Method.read` is called with.
-    """
-
-    def __init__(
-        self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
-        keys: Mapping[str, str], method: "Method", kind: str,
-    ) -> None:  # fmt: skip
-        self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
-        #: The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight.
-        self.kind = kind
-        #: The result of `Method.prepare`.
-        self.shared: Any = None
-        self._file, self._keys, self._method = file, dict(keys), method
-        self._unread = {*keys}
+    w: Any
+    layout: Layout
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -120,36 +110,64 @@ class Layer:
     def inputs(self) -> int:
         return math.prod(self.in_shape)
 
+    def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
+        """Creates an adapter of this kind on the weight."""
+        layout = self.layout
+        return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
+
+
+@dataclasses.dataclass(eq=False)
+class Layer(OnLayout):
+    """A layer of the model, along with its tensors in the file.
+
+    This is what `Method.read` is called with.
+    """
+
+    name: str
+    bias: Any
+    options: Mapping[str, Any]
+    file: Source
+    keys: Mapping[str, str]
+    """The keys of its tensors, by part."""
+    method: "Method"
+    kind: str
+    """The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight."""
+    shared: Any = None
+    """The result of `Method.prepare`."""
+
+    def __post_init__(self) -> None:
+        self._unread = {*self.keys}
+
     @property
     def window(self) -> tuple[int, ...]:
         """The window of a convolution. This is empty for any other kind of layer."""
         return self.in_shape[1:] if self.layout.is_conv else ()
 
-    def option(self, name: str, pattern: str | None = None) -> Any:
+    def option(self, name: str) -> Any:
         """Returns the value of an option for this layer.
 
-        If given, `pattern` names another option, which can override the value in particular layers. For
-        example, `rank_pattern` overrides `r`.
+        If this option is one of `Method.patterns`, then another option can override its value in particular
+        layers. For example, `rank_pattern` overrides `r`.
         """
-        value = self.options[name]
+        pattern, value = self.method.patterns.get(name), self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
     @property
     def is_in_file(self) -> bool:
-        return bool(self._keys)
+        return bool(self.keys)
 
     def has(self, part: str) -> bool:
-        return part in self._keys
+        return part in self.keys
 
     def shape_of(self, part: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in the file, raising an error if it is missing."""
-        if part not in self._keys:
+        if part not in self.keys:
             # The file might have a different name for this layer than the model does, so we derive the key
             # from another tensor of this layer if there is one.
-            other, key = next(iter(self._keys.items()), ("", f"{PREFIX}{self.name}"))
-            stem = key.removesuffix(self._method.parts.get(other, ""))
-            raise self._file.error(f"{stem}{self._method.parts[part]}", "is missing")
-        return self._file.shape(self._keys[part])
+            other, key = next(iter(self.keys.items()), ("", f"{PREFIX}{self.name}"))
+            stem = key.removesuffix(self.method.parts.get(other, ""))
+            raise self.file.error(f"{stem}{self.method.parts[part]}", "is missing")
+        return self.file.shape(self.keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
         """Reads a tensor, raising an error if it doesn't have this shape.
@@ -158,7 +176,7 @@ class Layer:
         """
         self.shape_of(part)
         self._unread.discard(part)
-        return self._file.read(self._keys[part], shape, integers=integers)
+        return self.file.read(self.keys[part], shape, integers=integers)
 
     def error(self, part: str | None, problem: str) -> ValueError:
         """Creates an error for a problem with this tensor.
@@ -167,21 +185,16 @@ class Layer:
         """
         if part is not None:
             self.shape_of(part)
-        return self._file.error(self._keys[part or next(iter(self._keys))], problem)
-
-    def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
-        """Creates an adapter of this kind on the layer's weight."""
-        layout = self.layout
-        return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
+        return self.file.error(self.keys[part or next(iter(self.keys))], problem)
 
     def missing_for_all(self, name: str) -> ValueError:
         """Creates an error for a missing tensor that should have been shared by all layers."""
-        key = f"{ROOT}{self._method.shared[name]}"
-        return self._file.error(key, "is missing: `save_projection` says that the file holds it")
+        key = f"{ROOT}{self.method.shared[name]}"
+        return self.file.error(key, "is missing: `save_projection` says that the file holds it")
 
     def check_all_read(self) -> None:
         for part in sorted(self._unread):
-            raise self._file.error(self._keys[part], "is not expected with this configuration")
+            raise self.file.error(self.keys[part], "is not expected with this configuration")
 
 
 class Written(NamedTuple):
@@ -214,33 +227,20 @@ class Written(NamedTuple):
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
 
 
-class Weight(NamedTuple):
-    """A weight to adapt, along with its batch, output and input shapes.
+@dataclasses.dataclass(eq=False)
+class Weight(OnLayout):
+    """A weight to adapt, with some utilities for initialising the parameters of a new adapter."""
 
-    This also has some utilities for initialising the parameters of a new adapter.
-    """
-
-    w: Any
-    layout: Layout
-    batch: tuple[int, ...]
-    out: tuple[int, ...]
-    into: tuple[int, ...]
-    dtype: Any
-    """The dtype of new parameters. This is the weight's dtype, or float32 if the weight is 16-bit."""
-    keys: Any
+    keys: Iterator[Any]
 
     @property
-    def outputs(self) -> int:
-        return math.prod(self.out)
+    def batch(self) -> tuple[int, ...]:
+        return self.layout.batch_shape(tuple(self.w.shape))
 
     @property
-    def inputs(self) -> int:
-        return math.prod(self.into)
-
-    def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
-        return kind(
-            self.w, *parts, out_axes=self.layout.out_axes, in_axes=self.layout.in_axes, **options
-        )  # fmt: skip
+    def dtype(self) -> Any:
+        """The dtype of new parameters. This is the weight's dtype, or float32 if the weight is 16-bit."""
+        return in_float32(self.w.dtype)
 
     def zeros(self, *shape: int) -> jax.Array:
         return jnp.zeros((*self.batch, *shape), self.dtype)
@@ -270,11 +270,8 @@ def starts(start: Callable[..., Any]) -> Start:
 
     @functools.wraps(start)
     def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
-        shape = tuple(w.shape)
-        out, into = (tuple(shape[axis] for axis in axes) for axes in (layout.out_axes, layout.in_axes))
         keys = iter(() if key is None else jax.random.split(key, 4))
-        weight = Weight(w, layout, layout.batch_shape(shape), out, into, in_float32(w.dtype), keys)
-        return start(weight, **options)
+        return start(Weight(w, layout, keys), **options)
 
     _, *own = inspect.signature(start).parameters.values()
     named = [inspect.Parameter("w", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -297,7 +294,7 @@ class Method(NamedTuple):
     read: Callable[[Layer], Any]
     """Returns either the adapted weight, or a pair of this and a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns a layer's tensors (by part) and its options.
+    """Returns a layer's tensors (by part, where None is left out) and its options.
 
     This should be `None` if the array is `rewritten`.
     """

@@ -77,7 +77,7 @@ def vera(
     derived from the key.
     """
     a, b = given_matrices("VeRA", a, b)
-    return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
+    return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out_shape), seed=seed)
 
 
 def _drawn(generator: Generator, n: int, m: int, rank: int, options: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -6,10 +6,11 @@ exactly cover the data. This ensures that no entry can read past the end of the 
 Source: the format specification, <https://huggingface.co/docs/safetensors>.
 """
 
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
@@ -61,6 +62,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Tensors(Mapping[str, np.ndarray]):
     """A mapping from names to the tensors in a checkpoint. We only keep the headers in memory.
 
@@ -76,19 +78,11 @@ class Tensors(Mapping[str, np.ndarray]):
     - `files`: the underlying files, which are kept open.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        info: dict[str, TensorInfo],
-        metadata: dict[str, str],
-        unlisted: Set[str] = frozenset(),
-        files: Iterable[OpenFile] = (),
-    ) -> None:
-        self.path = path
-        self.info = info
-        self.metadata = metadata
-        self.unlisted = unlisted
-        self.files = tuple(files)
+    path: Path
+    info: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    unlisted: Set[str] = frozenset()
+    files: Sequence[OpenFile] = ()
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
         """Creates an error whose message mentions this file and a tensor (or some other entry)."""

@@ -331,19 +331,3 @@ def dequantize_scales(
     largest = np.finfo(np.float32).max
     scaled = lax.clamp(-largest, scaled, largest)
     return scaled.reshape(-1)[: codes.size] + offset
-
-
-@functools.partial(jax.jit, static_argnames=("block_size", "dtype"), inline=True)
-def dequantize_int(
-    integers: Int8[ArrayLike, "... n"],
-    scale: Float32[ArrayLike, "... blocks"],
-    *,
-    block_size: int | None,
-    dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "... n"]:
-    """Dequantises integers from `quantize_int`, multiplying by the scale in float32 before casting."""
-    values, scale = jnp.asarray(integers, jnp.float32), jnp.asarray(scale)
-    n = values.shape[-1]
-    if scale.shape[-1] > 1:
-        scale = jnp.repeat(scale, n if block_size is None else block_size, axis=-1)[..., :n]
-    return (values * scale).astype(dtype)

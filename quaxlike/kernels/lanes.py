@@ -12,6 +12,8 @@ a Python `if` on a `Reg` would select the same branch for all threads. Use `sele
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
@@ -290,3 +292,33 @@ def when(condition: Reg, body: Callable[[], None]) -> None:
     with ir.InsertionPoint(if_op.then_block):
         body()
         scf.yield_([])
+
+
+def kernel(
+    emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
+) -> Callable[..., jax.Array]:
+    """Wraps the program that `emit` emits as a function of arrays.
+
+    `emit` is called with references to the operands and the result in global memory, and then to
+    `shared_words` words in shared memory.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    def body(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def program(context: Any, *refs: Any) -> None:
+            emit(refs)
+
+        program(*refs)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
+        grid=(blocks,),  # This is one-dimensional, as programs derive their tiles from the index.
+        grid_names=("block",),
+        num_threads=threads // 128,  # in warpgroups
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )

@@ -137,3 +137,13 @@ def map_rows(
         return p(*jax.tree.unflatten(tree, args), **params)
 
     return lax.map(one, [x for x, m in zip(leaves, mapped, strict=True) if m]), 0
+
+
+def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
+    """Raises a `ValueError` if `x`'s last axis does not match the contracted axis in a weight `W`."""
+    contracted = shape[0] if transpose else shape[1]
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the weight's "
+            f"shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
+        )

@@ -16,10 +16,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
 from ..core.high_level import as_call
-from .graph import INLINED, bind
+from .graph import INLINED, bind, with_items
 
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
-_CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
+_CUSTOM = frozenset(("custom_jvp_call", "custom_vjp_call"))
 _IDENTITIES = frozenset(
     ("copy", "copy_p", "convert_element_type", "reshape", "broadcast_in_dim", "transpose", "slice", "squeeze")
 )
@@ -112,7 +112,7 @@ class _Numbers:
                 continue
             name, params = as_call(eqn.primitive, eqn.params)
             if name in INLINED and not compat.has_effects(eqn):  # this can happen inside the jaxpr of a loop
-                inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+                inner = params[INLINED[name]]
                 consts = getattr(inner, "consts", ())
                 env |= zip(eqn.outvars, self._run(compat.open_jaxpr(inner), consts, operands)[1], strict=True)
                 continue
@@ -139,10 +139,7 @@ class _Numbers:
 
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             def of_moving(*moved: Any) -> list[Any]:
-                args = list(primals)
-                for i, x in zip(moving, moved, strict=True):
-                    args[i] = x
-                return bind(eqn, args)
+                return bind(eqn, with_items(primals, moving, moved))
 
             return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 

@@ -6,7 +6,7 @@ capture this as a relation or report it to the user, as otherwise we would silen
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,8 +21,11 @@ from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
 from .primitive import RULES, ETPPrimitive
 
-INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
-_CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+# The parameter that holds the jaxpr of each call that is inlined.
+INLINED = {
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,6 +160,14 @@ class Relation:
     """The number of leading axes that the states have but y doesn't."""
 
 
+def with_items(values: Sequence[Any], indices: Sequence[int], new: Iterable[Any]) -> list[Any]:
+    """Returns a copy of `values` with new items at these indices."""
+    out = list(values)
+    for i, x in zip(indices, new, strict=True):
+        out[i] = x
+    return out
+
+
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
     """Binds an equation's primitive. If `written` is passed then we use its source location instead."""
     with compat.source_of(eqn if written is None else written):
@@ -182,9 +193,8 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
         written = eqn if call is None or any(lines_of(eqn)) else call
         name, params = as_call(eqn.primitive, eqn.params)
         if name in INLINED:
-            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-            results = inline(inner, operands, written)
-        elif name in _CUSTOM_VJP:
+            results = inline(params[INLINED[name]], operands, written)
+        elif name == "custom_vjp_call":
             results = _forward_differentiable(eqn)(*operands)
         else:
             results = bind(_inlined_inside(eqn), operands, written)
@@ -210,10 +220,11 @@ def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _has_custom_vjp(jaxpr: Any) -> bool:
-    calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
-    return any(
-        name in _CUSTOM_VJP or any(map(_has_custom_vjp, jaxprs_in_params(params))) for name, params in calls
-    )
+    for eqn in jaxpr.eqns:
+        name, params = as_call(eqn.primitive, eqn.params)
+        if name == "custom_vjp_call" or any(map(_has_custom_vjp, jaxprs_in_params(params))):
+            return True
+    return False
 
 
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
@@ -232,19 +243,15 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
         moving = [i for i, x in enumerate(primals) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
         def of_moving(*moved: Any) -> list[Any]:
-            args = list(primals)
-            for i, x in zip(moving, moved, strict=True):
-                args[i] = x
-            return bind(eqn, args)
+            return bind(eqn, with_items(primals, moving, moved))
 
         out, pull = jax.vjp(of_moving, *(primals[i] for i in moving))
         floats = [i for i, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
+        no_tangents = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
+
         def pull_floats(cotangents: Sequence[Any]) -> tuple[Any, ...]:
-            whole = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
-            for i, ct in zip(floats, cotangents, strict=True):
-                whole[i] = ct
-            return pull(whole)
+            return pull(with_items(no_tangents, floats, cotangents))
 
         try:
             push = jax.linear_transpose(pull_floats, [out[i] for i in floats])
@@ -255,10 +262,7 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
                 "linear in the cotangent, so that it has no forward derivative, which learners need. Define "
                 "the derivative by jax.custom_jvp"
             ) from error
-        result: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
-        for i, tangent in zip(floats, pushed, strict=True):
-            result[i] = tangent
-        return out, result
+        return out, with_items(no_tangents, floats, pushed)
 
     return call
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .graph import Group, Op, Relation, bind
+from .graph import Group, Op, Relation, bind, with_items
 from .step import Step, TracedStep, reached
 
 Weights = dict[str, Any]
@@ -182,14 +182,12 @@ class Learner(abc.ABC):
 
     def _check_parameters(self, traced: TracedStep) -> None:
         step = traced.step
-        avals = [*step.param_avals, *step.state_avals, *step.input_avals]
-        n, m = len(step.param_avals), len(step.param_avals) + step.num_state
 
         def next_state(*leaves: Any) -> list[Any]:
-            return step.with_shifts(leaves[:n], leaves[n:m], leaves[m:], {})[0]
+            return step.with_shifts(*step.parted(leaves), {})[0]
 
         for i, name in enumerate(traced.param_names):
-            if any(reached(next_state, avals, i)):
+            if any(reached(next_state, step.avals, i)):
                 how, use = step.way_past_traces(i)
                 message = (
                     f"parameter model{name} acts on the state {how}, so its gradient does not reach back in "
@@ -226,14 +224,11 @@ class Linearised:
         self._moving = moving
 
         def next_state(moved: Sequence[Any], shifts: Sequence[Any]) -> list[Any]:
-            last = list(state)
-            for i, x in zip(moving, moved, strict=True):
-                last[i] = x
-            result = step.isolated(params, inputs, last, shifts)
+            result = step.isolated(params, inputs, with_items(state, moving, moved), shifts)
             return [result[i] for i in moving]
 
         self._primals = [state[i] for i in moving]
-        self._shifts = [jnp.zeros(op.y_var.aval.shape, op.y_var.aval.dtype) for op in step.ops]
+        self._shifts = step.no_shifts()
         self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
 
     def by_state(self, group: int) -> Array:

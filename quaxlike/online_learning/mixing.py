@@ -17,6 +17,7 @@ from ..core import compat
 from ..core.high_level import as_call
 from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
+from .graph import INLINED
 
 
 class Digit(NamedTuple):
@@ -65,9 +66,7 @@ _ELEMENTWISE = frozenset(
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
     nextafter""".split()  # noqa: SIM905
 )
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-          "checkpoint": "jaxpr", "remat": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr",
-          "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+_CALLS = {**INLINED, "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def _needed(jaxpr: Any) -> list[JaxprEqn]:
@@ -185,10 +184,8 @@ class Positions:
 # -------------------------------------------------------------------------------------------------
 
 
-def _broadcast_in_dim(eqn: Any, places: list[Place | None]) -> Place | None:
-    (place, *_), shape = places, eqn.params["shape"]
-    if place is None:
-        return None
+def _broadcast_in_dim(eqn: Any, place: Place) -> Place | None:
+    shape = eqn.params["shape"]
     out: list[Any] = [None] * len(shape)
     for axis, digits in zip(eqn.params["broadcast_dimensions"], place, strict=True):
         if digits is not None and math.prod(d.size for d in digits) != shape[axis]:
@@ -197,31 +194,25 @@ def _broadcast_in_dim(eqn: Any, places: list[Place | None]) -> Place | None:
     return tuple(out)
 
 
-def _transpose(eqn: Any, places: list[Place | None]) -> Place | None:
-    return None if places[0] is None else tuple(places[0][i] for i in eqn.params["permutation"])
-
-
-def _without(place: Place | None, axes: Sequence[int]) -> Place | None:
-    if place is None or any(place[i] is not None for i in axes):
+def _without(place: Place, axes: Sequence[int]) -> Place | None:
+    if any(place[i] is not None for i in axes):
         return None
     return tuple(digits for i, digits in enumerate(place) if i not in axes)
 
 
-def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
-    if places[0] is None:
-        return None
-    left = iter(places[0])
+def _expand_dims(eqn: Any, place: Place) -> Place:
+    left = iter(place)
     return tuple(
         None if i in eqn.params["dimensions"] else next(left) for i in range(eqn.outvars[0].aval.ndim)
     )
 
 
-def _reshape(eqn: Any, places: list[Place | None]) -> Place | None:
+def _reshape(eqn: Any, place: Place) -> Place | None:
     """Splits each axis into factors and then merges these factors into the new axes."""
-    if places[0] is None or eqn.params.get("dimensions") is not None:
+    if eqn.params.get("dimensions") is not None:
         return None
     factors: list[Any] = []  # each item is a digit, or the size of an axis that the argument doesn't have
-    for digits, size in zip(places[0], eqn.invars[0].aval.shape, strict=True):
+    for digits, size in zip(place, eqn.invars[0].aval.shape, strict=True):
         factors += [size] if digits is None else digits
     out: list[Any] = []
     for size in eqn.outvars[0].aval.shape:
@@ -276,22 +267,18 @@ def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
     return (digits[0]._replace(start=digits[0].start + low, size=high - low),)
 
 
-def _slice(eqn: Any, places: list[Place | None]) -> Place | None:
-    if places[0] is None:
-        return None
+def _slice(eqn: Any, place: Place) -> Place | None:
     p, shape = eqn.params, eqn.invars[0].aval.shape
     strides = p["strides"] or (1,) * len(shape)
-    cuts = zip(places[0], p["start_indices"], p["limit_indices"], strides, shape, strict=True)
+    cuts = zip(place, p["start_indices"], p["limit_indices"], strides, shape, strict=True)
     out: list[Any] = [
         ... if digits and stride != 1 else _cut(digits, a, b, n) for digits, a, b, stride, n in cuts
     ]
     return None if ... in out else tuple(out)
 
 
-def _pad(eqn: Any, places: list[Place | None]) -> Place | None:
-    if places[0] is None or places[1] is not None:
-        return None
-    configs = zip(places[0], eqn.params["padding_config"], eqn.invars[0].aval.shape, strict=True)
+def _pad(eqn: Any, place: Place) -> Place | None:
+    configs = zip(place, eqn.params["padding_config"], eqn.invars[0].aval.shape, strict=True)
     out: list[Any] = [
         ... if digits and inner else _cut(digits, -low, n + high, n)
         for digits, (low, high, inner), n in configs
@@ -344,18 +331,23 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
     return None if found else (*place[:axis], None, *place[axis:])
 
 
-def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
+def _dynamic_slice(eqn: Any, place: Place) -> Place | None:
     """The start index isn't known here, so this is only supported if the slice spans every axis in the
     argument.
     """
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
-    return None if places[0] is None or any(places[0][i] is not None for i in cut) else places[0]
+    return None if any(place[i] is not None for i in cut) else place
 
 
-def _update(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Overwrites some elements. The new elements must not depend on the argument."""
-    return places[0] if all(place is None for place in places[1:]) else None
+def _of_first(rule: Any) -> Any:
+    """Creates a rule from one for the first operand's place. The other operands must not have places."""
+
+    def of_places(eqn: Any, places: list[Place | None]) -> list[Place | None]:
+        place, *others = places
+        return [None if place is None or any(x is not None for x in others) else rule(eqn, place)]
+
+    return of_places
 
 
 def _one(rule: Any) -> Any:
@@ -363,21 +355,22 @@ def _one(rule: Any) -> Any:
 
 
 _MOVES: dict[str, Any] = {
-    "reduce_sum": _one(lambda eqn, places: _without(places[0], eqn.params["axes"])),
-    "squeeze": _one(lambda eqn, places: _without(places[0], eqn.params["dimensions"])),
-    "transpose": _one(_transpose),
+    "reduce_sum": _of_first(lambda eqn, place: _without(place, eqn.params["axes"])),
+    "squeeze": _of_first(lambda eqn, place: _without(place, eqn.params["dimensions"])),
+    "transpose": _of_first(lambda eqn, place: tuple(place[i] for i in eqn.params["permutation"])),
     "unstack": lambda eqn, places: [_without(places[0], [eqn.params["axis"]])] * len(eqn.outvars),
-    "broadcast_in_dim": _one(_broadcast_in_dim),
+    "broadcast_in_dim": _of_first(_broadcast_in_dim),
     "concatenate": _one(_concatenate),
     "dot_general": _one(_dot_general),
-    "dynamic_slice": _one(_dynamic_slice),
-    "dynamic_update_slice": _one(_update),
-    "expand_dims": _one(_expand_dims),
-    "pad": _one(_pad),
-    "reshape": _one(_reshape),
-    "scatter": _one(_update),
-    "scatter-add": _one(_update),
-    "slice": _one(_slice),
+    "dynamic_slice": _of_first(_dynamic_slice),
+    # What is written must not depend on the argument.
+    "dynamic_update_slice": _of_first(lambda eqn, place: place),
+    "expand_dims": _of_first(_expand_dims),
+    "pad": _of_first(_pad),
+    "reshape": _of_first(_reshape),
+    "scatter": _of_first(lambda eqn, place: place),
+    "scatter-add": _of_first(lambda eqn, place: place),
+    "slice": _of_first(_slice),
     "split": _split,
     "stack": _one(_stack),
 }

@@ -16,7 +16,7 @@ from ..core import compat
 from ..core.quaxify import quaxify
 from ..primitives.forms import symbolic_tangents
 from .common import merge_common, source_of
-from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops, widest
+from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops, widest, with_items
 from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
 
@@ -35,21 +35,28 @@ class Step:
     def __init__(
         self, jaxpr: Any, num_params: int, num_state: int, num_held: int, state_names: Sequence[str]
     ) -> None:
-        avals = [v.aval for v in compat.open_jaxpr(jaxpr).invars]
-        self.closed = jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*avals)
+        self.avals = [v.aval for v in compat.open_jaxpr(jaxpr).invars]
+        self.closed = jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*self.avals)
         self.jaxpr = compat.open_jaxpr(self.closed)
         self.num_params, self.num_state = num_params, num_state
         self.state_names = state_names
         self.eqns, self.results = merge_common(self.closed)
         self.next_vars = [source_of(var, self.eqns) for var in self.results[:num_state]]
-        self.param_avals = avals[:num_params]
-        self.state_avals = avals[num_params : num_params + num_state]
-        self.input_avals = avals[num_params + num_state :]
+        self.param_avals, self.state_avals, self.input_avals = self.parted(self.avals)
         self.ops = self._find_ops(num_held)
         self.ops_at = {op.index: op for op in self.ops}
         self.groups = self._find_groups()
         self.relations = self._find_relations()
         self.traced = {relation.op for relation in self.relations}
+
+    def parted(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Splits leaves into the parameters, the state and the inputs."""
+        n, m = self.num_params, self.num_params + self.num_state
+        return leaves[:n], leaves[n:m], leaves[m:]
+
+    def no_shifts(self) -> list[Any]:
+        """Returns a shift of zeros for the y of each op."""
+        return [jnp.zeros(op.y_var.aval.shape, op.y_var.aval.dtype) for op in self.ops]
 
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
@@ -96,8 +103,9 @@ class Step:
             from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
             op = self.ops_at.get(i)
             if op is not None:
-                given = from_inner if op.primitive.gradient_enabled else from_seen
-                from_inner = self._with_fixed_weights(op, given)
+                from_inner = from_inner if op.primitive.gradient_enabled else from_seen
+                if self.ops.index(op) in self.traced:
+                    from_inner = op.with_fixed_weights(from_inner)
             seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
             inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
             for j, var in enumerate(self.next_vars):
@@ -136,17 +144,15 @@ class Step:
         """Explains how a parameter affects the state without having a trace, and how the user can fix
         this.
         """
-        avals = [*self.param_avals, *self.state_avals, *self.input_avals]
-        n, m = len(self.param_avals), len(self.param_avals) + self.num_state
 
         def acts_with(live: Op | None) -> bool:
             def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
                 return bind(op.eqn, operands if op is live else op.with_fixed_weights(operands))
 
             def next_state(*leaves: Any) -> list[Any]:
-                return self.evaluate(leaves[:n], leaves[n:m], leaves[m:], on_op)[0]
+                return self.evaluate(*self.parted(leaves), on_op)[0]
 
-            return any(reached(next_state, avals, param))
+            return any(reached(next_state, self.avals, param))
 
         untraced = [op for k, op in enumerate(self.ops) if k not in self.traced]
         own = None if acts_with(None) else next(filter(acts_with, untraced), None)
@@ -171,11 +177,6 @@ class Step:
                 needed.update(a for a in self.eqns[i].invars if not isinstance(a, Literal))
                 found += [self.ops_at[i]] if i in self.ops_at else []
         return found
-
-    def _with_fixed_weights(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        if self.ops.index(op) not in self.traced:
-            return list(operands)
-        return op.with_fixed_weights(operands)
 
     def _environment(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -296,13 +297,7 @@ class Step:
 
         def push(params: Any, inputs: Any, state: Any, moved: Any, pushes: Any, *tangents: Any) -> list[Any]:
             def next_state(moved: Any, pushes: Any) -> list[Any]:
-                last, shifts = (
-                    list(state),
-                    [jnp.zeros(op.y_var.aval.shape, op.y_var.aval.dtype) for op in self.ops],
-                )
-                for values, at, new in ((last, moving, moved), (shifts, ops, pushes)):
-                    for i, x in zip(at, new, strict=True):
-                        values[i] = x
+                last, shifts = with_items(state, moving, moved), with_items(self.no_shifts(), ops, pushes)
                 result = self.isolated(params, inputs, last, shifts)
                 return [result[i] for i in moving]
 

@@ -12,7 +12,7 @@ from .._checked import checked
 from .._patterns import PatternError, matches_layer, value_for
 from ..arrays.gradients import trained_if
 from ..arrays.layout import Layout
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, in_float32, row_norm
 from ..arrays.lora.inits import Init, initialise
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
@@ -180,8 +180,7 @@ def _check_activated(**options: Any) -> None:
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
     """Creates an adapter on `w` whose factors are both zero, so that they can be initialised afterwards."""
     out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
-    if dtype is None:
-        dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
+    dtype = in_float32(w.dtype) if dtype is None else dtype
     a = jnp.zeros((*batch, rank, *(w.shape[i] for i in in_axes)), dtype)
     b = jnp.zeros((*batch, *(w.shape[i] for i in out_axes), rank), dtype)
     return LoraArray(w, a, b, out_axes=out_axes, in_axes=in_axes, **options)

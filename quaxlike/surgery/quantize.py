@@ -13,9 +13,7 @@ from jaxtyping import ArrayLike, PyTree
 from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.layout import Layout
-from ..arrays.quantized import (
-    AbstractQuantizedArray,
-)
+from ..arrays.quantized import AbstractQuantizedArray
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste

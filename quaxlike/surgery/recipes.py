@@ -178,10 +178,6 @@ def _recipe_in_safetensors(file: BinaryIO) -> Any:
     return json.loads(entries[RECIPE_ENTRY])
 
 
-def _of_json(file: BinaryIO) -> Any:
-    return json.load(file, object_pairs_hook=_without_repeats)
-
-
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in pairs:
@@ -193,7 +189,7 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 #: Parsers for recipe files, by suffix.
 RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
-    ".json": _of_json,
+    ".json": functools.partial(json.load, object_pairs_hook=_without_repeats),
     ".toml": tomllib.load,
     ".safetensors": _recipe_in_safetensors,
 }
@@ -354,17 +350,9 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             rules = RECIPE_FILES[path.suffix](file)
+        if not isinstance(rules, dict):
+            raise ValueError(f"a recipe is a table of patterns and schemes; found {type(rules).__name__}.")
+        schemes = {where: _scheme_of(where, scheme) for where, scheme in rules.items()}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(rules, dict):
-        raise ValueError(
-            f"{path}: a recipe is a table of patterns and schemes; found {type(rules).__name__}."
-        )
-    recipe: dict[str, Any] = {}
-    for where, scheme in rules.items():
-        try:
-            name, options = _scheme_of(where, scheme)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        recipe[where] = (name, options) if options else name
-    return recipe
+    return {where: (name, options) if options else name for where, (name, options) in schemes.items()}

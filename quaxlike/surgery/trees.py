@@ -192,8 +192,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
         try:
             return any(re.fullmatch(pattern, n) for n in names)
         except re.error as error:
-            found = error
-        raise ValueError(f"{pattern!r} is not a regular expression: {found}.")
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from None
     return any(n == pattern or n.endswith((f".{pattern}", f"/{pattern}")) for n in names)
 
 

@@ -56,9 +56,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
     try:
         size = operator.index(max_item)
     except TypeError:
-        size = None
-    if size is None:
-        raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.")
+        raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.") from None
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
     # Items that are out of range are mapped to an additional entry at the end of the table. This entry is

@@ -123,8 +123,8 @@ def test_integers_are_within_half_a_step(n, block_size, largest):
     x[0] = 0
     integers, scale = blockwise.quantize_int(x, largest, block_size)
     assert np.abs(integers).max() <= largest
-    dense = np.asarray(blockwise.dequantize_int(integers, scale, block_size=block_size))
     steps = np.repeat(scale, block_size or n, axis=1)[:, :n]
+    dense = np.float32(integers) * steps
     assert np.all(np.abs(dense - x) <= 0.5001 * steps)
     np.testing.assert_array_equal(dense[0], 0)
 

@@ -13,9 +13,9 @@ from .primitive import block_matmul_p as block_matmul_p
 from .primitive import int8_matmul_p as int8_matmul_p
 from .primitive import lora_matmul_p as lora_matmul_p
 from .primitive import nf4_matmul_p as nf4_matmul_p
-from .primitive import to_ranks as to_ranks
 from .product import INTEGERS as INTEGERS
 from .product import NIBBLES as NIBBLES
 from .product import Decode as Decode
 from .product import Rows as Rows
 from .product import join as join
+from .reference import to_ranks as to_ranks

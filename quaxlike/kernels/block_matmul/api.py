@@ -8,9 +8,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
+from ..multilinear import check_x
 from .nested_scales import NestedScales
-from .primitive import block_matmul, check_x, to_ranks
+from .primitive import block_matmul
 from .product import INTEGERS, NIBBLES
+from .reference import to_ranks
 
 
 @checked

@@ -26,6 +26,15 @@ E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
+def scaled(values: Array, scale: Any, zero: Array | None = None, *, zeros: str | None) -> Array:
+    """Applies scales, and the zero points or minima that `zeros` says (see `Codec`), if there are any."""
+    if zero is None:
+        return values * scale
+    if zeros == "points":
+        return (values - zero) * scale
+    return values * scale + zero if zeros == "plus" else values * scale - zero
+
+
 @dataclasses.dataclass(frozen=True)
 class Codec:
     """A block format, which has rows of codes (as little-endian bit streams) and a scale per block.
@@ -243,13 +252,7 @@ class Codec:
 
     def _value(self, codes: Array, scale: Any, zero: Array | None, shrunk: Array | None) -> Array:
         values = self.values(codes)
-        if shrunk is not None:
-            values = values * shrunk
-        if zero is None:
-            return values * scale
-        if self.zeros == "points":
-            return (values - zero) * scale
-        return values * scale + zero if self.zeros == "plus" else values * scale - zero
+        return scaled(values if shrunk is None else values * shrunk, scale, zero, zeros=self.zeros)
 
     def _inner(self, scale: Array) -> Array:
         if self.scales in E8M0:  # Construct the bits, because not all devices exponentiate exactly.

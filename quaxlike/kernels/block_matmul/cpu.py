@@ -5,6 +5,7 @@ here (in `_why_not`). A missing check would result in out-of-bounds reads.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,25 +120,22 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
     return jax.ffi.ffi_call(f"quaxlike_{name}", out)(*first, *parts, **form, **flags)
 
 
-def _by(name: str, x: Array, leaves: Leaves, decode: Decode, product: Product) -> Array:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = jax.ShapeDtypeStruct((len(rows), product.free), product.out_dtype)
-    y = _call(name, out, rows, leaves=leaves, decode=decode, product=product)
-    return y.reshape(*x.shape[:-1], product.free)
+def _product_by(name: str) -> Callable[..., Array]:
+    """Returns the product that a function from the library computes from the codes."""
+
+    @with_low_rank
+    def product_of(
+        x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
+    ) -> Float[Array, "*batch free"]:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = jax.ShapeDtypeStruct((len(rows), product.free), product.out_dtype)
+        y = _call(name, out, rows, leaves=leaves, decode=decode, product=product)
+        return y.reshape(*x.shape[:-1], product.free)
+
+    return product_of
 
 
-@with_low_rank
-def _multiply(
-    x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
-) -> Float[Array, "*batch free"]:
-    return _by("multiply", x, leaves, decode, product)
-
-
-@with_low_rank
-def _multiply_rounded(
-    x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
-) -> Float[Array, "*batch free"]:
-    return _by("multiply_rounded", x, leaves, decode, product)
+_multiply, _multiply_rounded = map(_product_by, ("multiply", "multiply_rounded"))
 
 
 @with_low_rank

@@ -172,9 +172,10 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     """Returns the fused kernel, which maps the operands of `mosaic.emit` to terms (splits, m, features)."""
+    from .. import lanes
     from . import mosaic
 
-    return _kernel_of(
+    return lanes.kernel(
         functools.partial(mosaic.emit, p=problem, tiling=tiling),
         name="stored_matmul",
         out=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
@@ -186,41 +187,16 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
     """Returns the kernel that decodes rows, as a function of the operands of `decode_rows.emit`."""
+    from .. import lanes
     from . import decode_rows
 
-    return _kernel_of(
+    return lanes.kernel(
         functools.partial(decode_rows.emit, p=problem, first=start, rows=stop - start),
         name="decoded_rows",
         out=jax.ShapeDtypeStruct((stop - start, problem.product.shape[1]), problem.dtype),
         shared_words=decode_rows.shared_words(problem),
         blocks=decode_rows.BLOCKS,
         threads=decode_rows.THREADS,
-    )
-
-
-def _kernel_of(
-    emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
-) -> Callable[..., Array]:
-    """Wraps a `lanes` program as a function of arrays."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    def kernel(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def program(context: Any, *refs: Any) -> None:
-            emit(refs)
-
-        program(*refs)
-
-    kernel.__name__ = name
-    return plgpu.kernel(
-        kernel,
-        out_type=out,
-        scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
-        grid=(blocks,),  # This is one-dimensional, as programs derive their tiles from the index.
-        grid_names=("block",),
-        num_threads=threads // 128,  # in warpgroups
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
@@ -304,7 +280,7 @@ def chunked(
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
-    step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
+    step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product))
     # If the result is a sum over several chunks, then we must only round it after adding them up.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 

@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ...primitives import DefinedPrimitive, Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for, sum_tangents
+from ..multilinear import accumulator_dtype, check_x, map_rows, nonzero, precision_for, sum_tangents
 from ..native.library import library_on
 from . import cpu, gpu, tpu
 from .nested_scales import NestedScales
@@ -86,17 +86,21 @@ def _choose(
             return choice
         return Choice(name, f"decoded in the expression of the library's product: {choice}", run(whole))
 
-    def native_kernel(platform: str, x: Any, **params: Any) -> Choice | str:
-        library = library_on(platform)
-        if isinstance(library, str):
-            return library
-        choice = cpu.choose(library, x, decode=decode, product=product, partitioned=partitioned)
-        return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
-
     kernels: dict[str, Any] = {name: functools.partial(kernel, name) for name in ("gpu", "tpu")}
-    kernels["native"] = native_kernel
+    kernels["native"] = functools.partial(_native, cpu.choose, run, decode, product)
     reference = tiled if backend or platform == "cpu" or not decode.fuses else whole
     return first_choice(platform, backend, run(reference), kernels, x, partitioned=partitioned)
+
+
+def _native(
+    choose: Any, run: Any, decode: Decode, product: Product, platform: str, x: Any, *, partitioned: bool
+) -> Choice | str:
+    """Returns the product that `choose` selects from the native library, or the reason why it has none."""
+    library = library_on(platform)
+    if isinstance(library, str):
+        return library
+    choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
+    return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
 
 
 def _choose_rounded(
@@ -107,15 +111,7 @@ def _choose_rounded(
     Only the native product rounds `x`. We never fall back to the reference by ourselves, as this would be
     slower than not rounding at all, but users can ask for it.
     """
-
-    def native(platform: str, x: Any, *, partitioned: bool) -> Choice | str:
-        library = library_on(platform)
-        if isinstance(library, str):
-            return library
-        choice = cpu.choose_rounded(library, x, decode=decode, product=product, partitioned=partitioned)
-        return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
-
-    kernels: Any = {"native": native}
+    kernels: Any = {"native": functools.partial(_native, cpu.choose_rounded, run, decode, product)}
     choice = first_choice(platform, backend, run(_reference), kernels, x, partitioned=partitioned)
     if choice.backend == "native" or backend == "reference":
         return choice
@@ -300,27 +296,3 @@ def block_matmul(
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     product = Product((shape[0], shape[1]), block_size, transpose, out_dtype, compute=compute)
     return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)
-
-
-def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
-    """Raises a `ValueError` if `x`'s last axis does not match the contracted axis in `W`."""
-    contracted = shape[0] if transpose else shape[1]
-    if x.ndim == 0 or x.shape[-1] != contracted:
-        raise ValueError(
-            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the weight's "
-            f"shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
-        )
-
-
-def to_ranks(
-    x: Float[Array, "*batch features"],
-    a: Float[Array, "adapters rank features"],
-    scaling: Any,
-    index: Int[Array, "*batch"] | None = None,
-) -> Float[Array, "*batch adapters rank"]:
-    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters that a row does not use."""
-    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
-    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
-    if index is not None:
-        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
-    return t * jnp.asarray(scaling, x.dtype)

@@ -7,7 +7,7 @@ float32. It has the following methods and attributes:
 - `tiles(start, rows)` decodes `rows` rows, starting at row `start` (which must be even), as `stride`
     interleaved planes: columns 0, stride, …; columns 1, stride + 1, …; and so on. The planes are left as they
     are, because interleaving them would be as expensive as decoding.
-- `matrix` decodes `W`, or a slice of its rows or columns. `aligned` must divide the slice's bounds.
+- `matrix` decodes `W`, or a slice of its rows. `aligned` must divide the slice's bounds.
 - `scaled_rows` returns `W` as values that are exactly representable in any floating dtype, together with one
     scale per row; `None` if there is no such representation.
 - `stored` returns the product along with the layout details that kernels need, or `None` if no kernel
@@ -166,30 +166,17 @@ class Nibbles:
 
         return unaligned if k % 2 else paired
 
-    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
+    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL) -> Array:
         (n, k), block = product.shape, product.block_size
         packed, absmax, codebook = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1), leaves[2]
-        start, stop, _ = columns.indices(k)
-        if stop - start < k:
+        start, stop, _ = rows.indices(n)
+        # Callers only use multiples of `aligned`, which means that we never slice through a byte or a block.
+        packed = packed[start * k // 2 : (stop * k + 1) // 2]
+        absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
+        return dequantize_codebook(packed, absmax, codebook, n=n * k, block_size=block).reshape(n, k)
 
-            def part(leaf: Any, size: Any) -> Any:
-                return leaf.reshape(n, -1)[:, start // size : stop // size]
-
-            packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
-        else:
-            start, stop, _ = rows.indices(n)
-            # Callers only use multiples of `aligned`, which means that we never slice through a byte or a
-            # block.
-            packed = packed[start * k // 2 : (stop * k + 1) // 2]
-            absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
-        dense = dequantize_codebook(
-            packed.reshape(-1), absmax.reshape(-1), codebook, n=n * k, block_size=block
-        )
-        return dense.reshape(n, k)
-
-    def aligned(self, product: Product) -> tuple[int, int]:
-        block = product.block_size
-        return block // math.gcd(block, product.shape[1]), block
+    def aligned(self, product: Product) -> int:
+        return product.block_size // math.gcd(product.block_size, product.shape[1])
 
     def scaled_rows(self, leaves: Leaves) -> None:
         return None
@@ -242,12 +229,11 @@ class Rows:
 
         return lambda start, rows: self.planes(part(start, rows), product)
 
-    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
-        planes = self.planes([leaf[rows] for leaf in leaves], product)
-        return join(planes, product.shape[1])[:, columns]  # XLA then decodes only these columns
+    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL) -> Array:
+        return join(self.planes([leaf[rows] for leaf in leaves], product), product.shape[1])
 
-    def aligned(self, product: Product) -> tuple[int, int]:
-        return 1, 1
+    def aligned(self, product: Product) -> int:
+        return 1
 
     def scaled_rows(self, leaves: Leaves) -> tuple[Array, Array] | None:
         return (leaves[0], leaves[1]) if self.linear and leaves[1].shape[1] == 1 else None

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
-from ..multilinear import accumulator_dtype, is_spread, precision_for
+from ..multilinear import accumulator_dtype, dot_general, is_spread, precision_for
 from .product import Decode, Product, Tiles
 
 # How many weights to decode at a time. With few rows of `x` this is 1 MiB of float32, to fit into a core's L2
@@ -24,14 +24,6 @@ from .product import Decode, Product, Tiles
 # require fewer passes over the activations and the accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
 _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
-
-
-def _multiplies_in(dtype: Any, rows: Any) -> bool:
-    """Returns whether to multiply this many rows in `dtype` rather than in float32.
-
-    On processors with bfloat16 instructions this is faster, and on others the speed is about the same.
-    """
-    return dtype == jnp.bfloat16 and isinstance(rows, int) and rows >= _MANY_ROWS_OF_X
 
 
 _UNIT = 32
@@ -76,7 +68,10 @@ def tiled(
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1])
-    if not _multiplies_in(dtype, x.shape[0]):
+    # On processors with bfloat16 instructions it is faster to multiply many rows in bfloat16 than in float32,
+    # and on others the speed is about the same.
+    many = isinstance(x.shape[0], int) and x.shape[0] >= _MANY_ROWS_OF_X
+    if not (dtype == jnp.bfloat16 and many):
         x = x.astype(accumulator_dtype(dtype))
     of_leaves = decode.tiles(leaves, product)
 
@@ -133,6 +128,20 @@ def times(
     if dtype is not None:
         return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params)
     return times(x, w, product, accumulator_dtype(x.dtype)).astype(product.out_dtype)
+
+
+def to_ranks(
+    x: Float[Array, "*batch features"],
+    a: Float[Array, "adapters rank features"],
+    scaling: Any,
+    index: Int[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch adapters rank"]:
+    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters that a row does not use."""
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
+    if index is not None:
+        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
+    return t * jnp.asarray(scaling, x.dtype)
 
 
 def times_adapters(

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
+from .codecs import scaled
 from .nested_scales import NestedScales, dense_scales
 from .product import Product
 
@@ -148,7 +149,9 @@ class _Weight(NamedTuple):
                 scale, *zero = (_lookup(z[...], block) for z in of_blocks)
             halves = [codes] if self.product.bits == 8 else [codes >> 4, codes & 15]
             halves = halves[::-1] if self.product.low_first else halves
-            values = [self._scaled(self._values(table, half), scale, *zero) for half in halves]
+            values = [
+                scaled(self._values(table, half), scale, *zero, zeros=self.product.zeros) for half in halves
+            ]
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
@@ -169,13 +172,6 @@ class _Weight(NamedTuple):
 
         found = [_lookup(spread(i), codes & (_LANES - 1)) for i in range(0, table.shape[1], _LANES)]
         return found[0] if len(found) == 1 else jnp.where(codes < _LANES, *found)
-
-    def _scaled(self, values: Array, scale: Array, zero: Array | None = None) -> Array:
-        if zero is None:
-            return values * scale
-        if self.product.zeros == "points":
-            return (values - zero) * scale
-        return values * scale + zero if self.product.zeros == "plus" else values * scale - zero
 
 
 def _forward(

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32
 
 from ..._checked import checked
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import map_rows, sum_tangents
+from ..multilinear import check_x, map_rows, sum_tangents
 from . import hopper, mma, tpu
 from .reference import matmul_reference, matmul_sliced, sampled_reference, sampled_sliced
 
@@ -90,14 +90,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
             f"axes of blocks, got {col_idx.shape}"
         )
     rows, _, b, _ = blocks.shape
-    n, k = rows * b, transposed_idx.shape[0] * b
-    contracted = n if transpose else k
-    if x.ndim == 0 or x.shape[-1] != contracted:
-        raise ValueError(
-            f"block_sparse_matmul: the last axis of x must be {'N' if transpose else 'K'} = "
-            f"{contracted} of the weight's shape {(n, k)}{' (transposed)' if transpose else ''}, "
-            f"got x of shape {x.shape}"
-        )
+    check_x("block_sparse_matmul", x, (rows * b, transposed_idx.shape[0] * b), transpose)
 
 
 def _either(
@@ -150,21 +143,11 @@ def _transpose(
     return None, ct_blocks, None, None
 
 
-def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx  # only used by the derivatives
-    return sampled_reference(y, x, col_idx, **params)
-
-
-def _sampled_in_slices(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx
-    return sampled_sliced(y, x, col_idx, **params)
-
-
 def _choose_sampled(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
     kernels = {"gpu": _either(hopper.choose_sampled, mma.choose_sampled), "tpu": tpu.choose_sampled}
-    reference = _sampled_in_slices if platform in _GPUS else _sampled
+    reference = sampled_sliced if platform in _GPUS else sampled_reference
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
 
 
@@ -189,7 +172,7 @@ def _sampled_transpose(
 def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
     # For the reference, a batch of products is just a product of larger arrays.
     del params["backend"]
-    return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
+    return jax.vmap(functools.partial(sampled_reference, **params), dims)(*operands), 0
 
 
 block_sparse_matmul_p = kernel_primitive(
@@ -207,7 +190,7 @@ block_sparse_matmul_p = kernel_primitive(
 sampled_matmul_p = kernel_primitive(
     "block_sparse_sampled_matmul",
     _choose_sampled,
-    _sampled,
+    sampled_reference,
     jvp=lambda primals, tangents, **params: sum_tangents(sampled_matmul_p, primals, tangents, params),
     transpose=_sampled_transpose,
     batching=_sampled_batching,

@@ -1,5 +1,6 @@
 """The block-sparse matmul on GPUs with compute capability 8.0 and later."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -127,26 +128,15 @@ def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_siz
 
 def _kernel(p: SparseProblem) -> Callable[..., Array]:
     """Returns the kernel for a problem, as a function of both operands and the index."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
+    from .. import lanes
     from . import mma_program
 
     tiling = tiling_for(p)
-
-    def block_sparse_product(*refs: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def program(context: Any, *refs: Any) -> None:
-            mma_program.emit(refs, p, tiling)
-
-        program(*refs)
-
-    return plgpu.kernel(
-        block_sparse_product,
-        out_type=jax.ShapeDtypeStruct(p.out, p.dtype),
-        scratch_types=[plgpu.SMEM((tiling.shared_words,), jnp.uint32)],
-        grid=(p.blocks(tiling),),
-        grid_names=("block",),
-        num_threads=THREADS // 128,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    return lanes.kernel(
+        functools.partial(mma_program.emit, p=p, tiling=tiling),
+        name="block_sparse_product",
+        out=jax.ShapeDtypeStruct(p.out, p.dtype),
+        shared_words=tiling.shared_words,
+        blocks=p.blocks(tiling),
+        threads=THREADS,
     )

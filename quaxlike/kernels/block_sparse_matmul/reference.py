@@ -76,7 +76,7 @@ def sampled_reference(
     y: Float[Array, "*batch out"],
     x: Float[Array, "*batch in"],
     col_idx: Int32[Array, "rows slots"],
-    *,
+    *transposed_idx: Array,  # only used by the derivatives
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
@@ -134,7 +134,7 @@ def sampled_sliced(
     y: Float[Array, "*batch out"],
     x: Float[Array, "*batch in"],
     col_idx: Int32[Array, "rows slots"],
-    *,
+    *transposed_idx: Array,  # only used by the derivatives
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:

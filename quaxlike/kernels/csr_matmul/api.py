@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Shaped
 from ..._checked import checked
 from ...primitives import define_primitive
 from ..backends import requested
-from ..multilinear import map_rows, sum_tangents
+from ..multilinear import check_x, map_rows, sum_tangents
 from . import cpu
 from .reference import matmul_reference, sampled_reference
 
@@ -117,13 +117,7 @@ def csr_matmul(
 
     **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
-    shape = _shape(index)
-    contracted = shape[0] if transpose else shape[1]
-    if x.ndim == 0 or x.shape[-1] != contracted:
-        raise ValueError(
-            f"csr_matmul: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the "
-            f"weight's shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
-        )
+    check_x("csr_matmul", x, _shape(index), transpose)
     if data.shape != index.rows.shape:
         raise ValueError(
             f"csr_matmul: data must have the shape {index.rows.shape} of the index, got {data.shape}"

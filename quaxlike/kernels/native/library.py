@@ -103,7 +103,7 @@ def built_path() -> Path:
     if _cache.FOLDER is None:
         raise NativeError(_cache.NO_FOLDER)
     version: Any = jaxlib.__version__
-    return _cache.FOLDER / "native" / _name(version, sys.platform, platform.machine())
+    return _cache.FOLDER / "native" / file_name(version, sys.platform, platform.machine())
 
 
 def installed_path() -> Path | None:
@@ -111,16 +111,15 @@ def installed_path() -> Path | None:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return None
-    path = Path(found.origin).with_name(packed_name())
+    path = Path(found.origin).with_name(file_name())
     return path if path.is_file() else None
 
 
-def packed_name() -> str:
-    """Returns the library's filename in a wheel, which is specific to a platform but not to jaxlib."""
-    return _name()
+def file_name(*key: str) -> str:
+    """Returns the library's filename, which also depends on `key`.
 
-
-def _name(*key: str) -> str:
+    In a wheel there is no key, as the library is then specific to a platform but not to jaxlib.
+    """
     sources = b"".join(source.read_bytes() for source in _SOURCES)
     # The name depends on everything that affects the compiled code, so that we never load a stale library.
     digest = hashlib.sha256(sources + "\0".join((*_FLAGS, *key)).encode()).hexdigest()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..._checked import checked
 from ..._version import __version__
-from .library import PACKAGE, NativeError, compile_to, packed_name
+from .library import PACKAGE, NativeError, compile_to, file_name
 
 _METADATA = f"""Metadata-Version: 2.1
 Name: quaxlike-cpu
@@ -43,7 +43,7 @@ def write_wheel(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{PACKAGE}-{__version__}-{tag}.whl"
     with tempfile.TemporaryDirectory() as own:
-        library = Path(own) / packed_name()
+        library = Path(own) / file_name()
         compile_to(library)
         with WheelFile(path, "w") as wheel:
             wheel.writestr(f"{PACKAGE}/__init__.py", '"""Native products for quaxlike."""\n')

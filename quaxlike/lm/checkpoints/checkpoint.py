@@ -1,6 +1,5 @@
 """`read` and `open_checkpoint`, for reading a checkpoint in whichever format it is."""
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -38,6 +37,7 @@ _SKIPPED = (
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Mapping[str, Any]):
     """The weights of a checkpoint, by their unquantised names. We only read a weight when you look it up.
 
@@ -54,57 +54,45 @@ class Checkpoint(Mapping[str, Any]):
         packed together, an axis of a weight can be up to 32 times as long as this.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, Callable[[], Any]],
-        *,
-        format: str,
-        config: Mapping[str, Any],
-        metadata: Mapping[str, Any],
-        dtype: DTypeLike | None,
-        shapes: Iterable[tuple[int, ...]],
-        rows: Mapping[str, Callable[[], RowReader]] | None = None,
-        quantises_embeddings: bool = False,
-    ) -> None:
-        self._weights = weights
-        self._dtype = dtype
-        self._rows = rows or {}
-        self.format = format
-        self.quantises_embeddings = quantises_embeddings
-        self.config = config
-        self.metadata = metadata
-        # Don't count empty tensors. Even in a small file, the other axes of these could be arbitrarily long.
-        self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
+    weights: Mapping[str, Callable[[], Any]]
+    _: dataclasses.KW_ONLY
+    format: str
+    config: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    dtype: DTypeLike | None
+    longest_axis: int
+    readers: Mapping[str, Callable[[], RowReader]] = dataclasses.field(
+        default_factory=dict[str, Callable[[], RowReader]]
+    )
+    quantises_embeddings: bool = False
 
     def __getitem__(self, name: str) -> Any:
-        return self._as_asked(self._weights[name]())
+        return self._as_asked(self.weights[name]())
 
     def rows(self, name: str) -> RowReader:
         """Returns a reader for a single weight. For some formats this can read individual rows."""
-        if name not in self._rows:
+        if name not in self.readers:
             return RowReader(None, lambda: self[name])
-        rows = self._rows[name]()
+        rows = self.readers[name]()
         return dataclasses.replace(rows, read=lambda *part: self._as_asked(rows.read(*part)))
 
     def _as_asked(self, value: Any) -> Any:
-        if self._dtype is None or not isinstance(value, BlockArray | Int8Array):
+        if self.dtype is None or not isinstance(value, BlockArray | Int8Array):
             return value
-        return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
+        return dataclasses.replace(value, logical_dtype=jnp.dtype(self.dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
         """Returns a copy of this checkpoint in which block arrays have another dtype."""
-        out = copy.copy(self)
-        out._dtype = dtype
-        return out
+        return dataclasses.replace(self, dtype=dtype)
 
     def __contains__(self, name: object) -> bool:  # the default would read the weight
-        return name in self._weights
+        return name in self.weights
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+        return iter(self.weights)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self.weights)
 
 
 @checked
@@ -184,10 +172,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
         return Checkpoint(
-            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes,
-            quantises_embeddings=True,
+            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype,
+            longest_axis=_longest(gguf.shapes), quantises_embeddings=True,
         )  # fmt: skip
     return _checkpoint_in_tensors(opened, config, settings, dtype)
+
+
+def _longest(shapes: Iterable[tuple[int, ...]]) -> int:
+    # Don't count empty tensors. Even in a small file, the other axes of these could be arbitrarily long.
+    return max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
 
 def _checkpoint_in_tensors(
@@ -224,8 +217,8 @@ def _checkpoint_in_tensors(
         rows[name] = partial(dense_rows, tensors, name)
     return Checkpoint(
         weights, format="safetensors" if format is None else str(settings.get("quant_method", format.name)),
-        config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
-        shapes=(info.shape for info in tensors.info.values()),
+        config=config, metadata=tensors.metadata, dtype=dtype, readers=rows,
+        longest_axis=_longest(info.shape for info in tensors.info.values()),
         quantises_embeddings=format is not None and format.quantises_embeddings,
     )  # fmt: skip
 

@@ -37,11 +37,12 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
 
-    def is_packed(layer: Any) -> Any:
-        return "weight" in layer and layer.dtype("weight") == UINT8
-
-    def read(layer: Any) -> Any:
-        return (_read_nvfp4 if is_packed(layer) else _read)(layer, tile)
+    def read(layer: StoredLayer) -> Any:
+        if "weight" in layer and layer.dtype("weight") == UINT8:
+            # This is ModelOpt's format, with a scale for the tensor in addition to those for blocks.
+            outer = layer.get("weight_scale_2", FLOATS, (), (1,))
+            return read_nvfp4(layer, "weight", outer, over=False)
+        return _read(layer, tile)
 
     return weights_of(layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]), _PARTS, read)
 
@@ -86,13 +87,6 @@ def read_float8(
     rows = per_row(scale, n) if own is None else spread_tiles(scale, n, own[0])
     codec = Codec(8, "e4m3", scales="e8m0" if exponents else "float")
     return small_floats(raw, np.ascontiguousarray(rows), codec=codec, block=None if own is None else own[1])
-
-
-def _read_nvfp4(layer: StoredLayer, _: Any) -> Any:
-    """Reads a weight in the ModelOpt format, in which there is a per-tensor scale in addition to per-block
-    scales.
-    """
-    return read_nvfp4(layer, "weight", layer.get("weight_scale_2", FLOATS, (), (1,)), over=False)
 
 
 def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool) -> Any:

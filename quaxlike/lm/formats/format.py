@@ -106,16 +106,16 @@ class Format:
         return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoredLayer:
     """The tensors for a single layer in a checkpoint. `at(suffix)` returns the name of a tensor."""
 
-    def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
-        self.tensors = tensors
-        self.name = name
-        self._separator = separator
+    tensors: Tensors
+    name: str
+    separator: str = "."
 
     def at(self, suffix: str) -> str:
-        return self.name + self._separator + suffix
+        return self.name + self.separator + suffix
 
     def __contains__(self, suffix: str) -> bool:
         return self.at(suffix) in self.tensors
@@ -171,10 +171,12 @@ def layers(
     return [StoredLayer(tensors, layer, separator) for layer in found]
 
 
-def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
+def weight(
+    layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any], field: str = ".weight"
+) -> dict[str, StoredWeight]:
     """Returns a dict with the weight of a layer. It contains whichever tensors with these suffixes exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
-    return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
+    return {layer.name + field: StoredWeight(taken, _guarded(layer, read))}
 
 
 def weights_of(
@@ -185,7 +187,7 @@ def weights_of(
     return {name: entry for own in entries for name, entry in own.items()}
 
 
-def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
+def _guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
     """If `read` raises a `ValueError`, converts this to a `CheckpointError` that mentions the layer."""
 
     def checked() -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.quantized import BlockArray, BlockScales, Codec
+from ...arrays.quantized import BlockArray
 from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
-from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, layers, weights_of
+from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, integers, layers, weights_of
 
 # Maps the number of bits to the name of the packing, the dtype of each word, and the number of slabs per
 # word.
@@ -80,10 +80,9 @@ def _in_rows(
     as one.
     """
     n, k = shape
-    codec, whole = Codec(bits, zeros="points"), k % size == 0
+    whole = k % size == 0
     as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
-    scales = BlockScales(as_stored(scale), zero=as_stored(zero))
-    out = BlockArray.from_codes(as_stored(codes), scales, codec=codec, block_size=size)
+    out = integers(as_stored(codes), as_stored(scale), as_stored(zero), bits=bits, block=size)
     in_shape = out if whole else reshaped(out, shape)
     assert in_shape is not None  # it's always possible to split the last axis
     return in_shape
@@ -99,36 +98,27 @@ def _in_columns(
     sorted by group.
     """
     n, k = shape
-    groups = n * k // size
+    groups, turned = n * k // size, np.ascontiguousarray(codes.reshape(n, k).T)
     if k % groups == 0:  # each column belongs to a single group
 
         def in_rows(x: Any) -> Any:
             return x.reshape(-1)[np.arange(k) % groups, None]
 
-        scales = BlockScales(in_rows(scale), zero=in_rows(zero))
-        turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
-        return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
+        return integers(turned, in_rows(scale), in_rows(zero), bits=bits, block=None).with_axes((1, 0))
     if groups % k:  # neighbours along either axis belong to different groups, so use one scale per element
-        codes = codes.reshape(n, k)
         index = np.arange(n * k).reshape(n, k) % groups
-        scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])
-        return BlockArray.from_codes(codes, scales, codec=Codec(bits, zeros="points"), block_size=1)
+        each = scale.reshape(-1)[index], zero.reshape(-1)[index]
+        return integers(codes.reshape(n, k), *each, bits=bits, block=1)
     per_column = groups // k
     index = np.arange(n) % per_column
     order = None if per_column == 1 else np.argsort(index, kind="stable")
-    turned = np.ascontiguousarray(codes.reshape(n, k).T)
 
     def in_columns(x: Any) -> Any:
         return np.ascontiguousarray(x.reshape(per_column, k).T)
 
-    out = BlockArray.from_codes(
-        turned if order is None else turned[:, order],
-        BlockScales(in_columns(scale), zero=in_columns(zero)),
-        codec=Codec(bits, zeros="points"),
-        block_size=size,
-        order=None if order is None else order.astype(np.int32),
-    )
-    return out.with_axes((1, 0))
+    turned = turned if order is None else turned[:, order]
+    numbers = in_columns(scale), in_columns(zero)
+    return integers(turned, *numbers, bits=bits, block=size, order=order).with_axes((1, 0))
 
 
 # All of the settings are also available in the tensors of each layer.

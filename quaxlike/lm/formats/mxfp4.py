@@ -5,6 +5,7 @@ Source: OCP Microscaling Formats specification,
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...arrays.quantized import CODECS, BlockArray
 from ...core.values import is_value
 from ...files.errors import file_error
 from ...files.tensors import Tensors
-from .format import UINT8, Format, StoredLayer, StoredWeight, guarded, layers, small_floats
+from .format import UINT8, Format, StoredLayer, StoredWeight, layers, small_floats, weight
 
 _PARTS = ("blocks", "scales")
 
@@ -23,8 +24,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
     """Finds the quantised weights in a checkpoint, keyed by name. They all have shape (experts, out, in)."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
-        taken = tuple(layer.at(part) for part in _PARTS if part in layer)
-        out[layer.name] = StoredWeight(taken, guarded(layer, lambda layer=layer: _read(layer)))
+        out |= weight(layer, _PARTS, partial(_read, layer), field="")
     return out
 
 

@@ -37,7 +37,6 @@ from ..folders.file_pair import consistent
 from ..models.vocabulary import embeddings, is_of_tokens, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
-    Stored,
     biases_of,
     file_name,
     is_parameter,
@@ -147,19 +146,12 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
     if rename is None:  # use the layer names that appear in published files
-        published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(model, name)) == 1}
+        paths = [*named_arrays(model)]
+        published = {name: own[0] for name in paths if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
-
-            def in_tower(name: str) -> str:
-                return tower.name_in_file(published.get(name, name))
-
-            rename = in_tower
+            rename = {name: tower.name_in_file(published.get(name, name)) for name in paths}
         elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
-
-            def without_body(name: str) -> str:
-                return published.get(name, name).removeprefix(body)
-
-            rename = without_body
+            rename = {name: published.get(name, name).removeprefix(body) for name in paths}
         else:
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
@@ -300,7 +292,7 @@ def _read_whole(
             key, f"expected shape {expected}; found {found}. The adapter was trained with {found[0]} tokens: "
             f"load it on `quaxlike.lm.resize_vocabulary(model, {found[0]})`"
         )  # fmt: skip
-    return file.read_as(key, stored, leaf.shape)
+    return stored.take(file.read(key, expected), leaf.shape)
 
 
 # PEFT inserts these in between the name of a layer and the names of its original arrays.
@@ -410,10 +402,6 @@ class _File:
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors.info[key].shape
 
-    def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """Reads an array with the given shape that is stored in the PyTorch layout."""
-        return stored.take(self.read(key, stored.shape), shape)
-
 
 # layer, part -> key
 _Found = Mapping[str, Mapping[str, str]]
@@ -498,7 +486,7 @@ def _read_layers(
         kind = "parameter" if is_parameter else layout.kind
         if kind not in method.kinds:
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
-        layers[layer] = Layer(layer, leaf, layout, bias, config.options, file, keys, method, kind)
+        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind)
     shared = None
     if method.prepare is not None:
         shared = method.prepare(
@@ -525,7 +513,7 @@ def _read_stack(
         key = next(key for keys in experts.values() for key in keys.values())
         raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
     layers = [
-        Layer(layer, leaf, layout, None, config.options, file, keys, method, "parameter")
+        Layer(leaf, layout, layer, None, config.options, file, keys, method, "parameter")
         for layer, keys in experts.items()
     ]
     array = method.read_stack(name, layers)

@@ -154,7 +154,7 @@ def tensors_and_config(
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
-    if _has_new_embeddings(model):
+    if getattr(getattr(model, "config", None), "new_embeddings", False):  # the checkpoint has others
         tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
     stored = {PREFIX + key: array for key, array in tensors.items()}
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
@@ -283,7 +283,8 @@ def _entries(
     for layer, written in adapters.items():
         _check_kind(method, written)
         parts, options[layer] = method.write(written)
-        tensors |= {f"{wrapped.get(layer, layer)}{method.parts[part]}": x for part, x in parts.items()}
+        stem = wrapped.get(layer, layer)
+        tensors |= {f"{stem}{method.parts[part]}": x for part, x in parts.items() if x is not None}
     config = {name: option.default for name, option in method.options.items() if not option.is_recent}
     if method.settle is not None:
         config |= method.settle(adapters, options)
@@ -304,7 +305,8 @@ def _entries(
     if "parameter" in method.kinds:
         every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
         modules = {layer: x for layer, x in adapters.items() if layer not in wrapped}
-        by_weight = [x for x in modules if is_router(x, every) or _is_taken_for_experts(x, family)]
+        taken = () if family is None else family.taken_for_experts
+        by_weight = [x for x in modules if is_router(x, every) or x.rpartition(".")[2] in taken]
         for layer in by_weight:
             _check_parameter(modules[layer])
         targets = {layer: x for layer, x in modules.items() if layer not in by_weight}
@@ -320,10 +322,6 @@ def _entries(
             config["lora_dropout"] = 0.0
     config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
     return tensors, of_all, config
-
-
-def _is_taken_for_experts(layer: str, family: Family | None) -> bool:
-    return family is not None and layer.rpartition(".")[2] in family.taken_for_experts
 
 
 def _check_parameter(layer: Written) -> None:
@@ -402,11 +400,6 @@ def _tied_head_entries(
             if key.endswith(method.parts[part]):
                 out[f"lm_head{method.parts[other]}"] = array.T
     return out
-
-
-def _has_new_embeddings(model: PyTree) -> bool:
-    """Returns whether a model's embeddings are different from the ones in its checkpoint."""
-    return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 
 def _embeddings(
