@@ -42,7 +42,7 @@ from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory, Saved
-from .tasks import AbstractTask, AbstractTextTask, begun, kind_for, task_for
+from .tasks import AbstractTask, AbstractTextTask, begun, task_for
 from .train import State, Training, steps_of, stored_for
 
 
@@ -165,7 +165,7 @@ def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepare
     """Reads the checkpoint and the data, adds the adapters, and places the model. This writes nothing."""
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
-    base, config = _base(train, data, devices)
+    base, config = _base(train, devices)
     base, data = begun(base, config, train, data)
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
@@ -254,21 +254,24 @@ def _evaluates_after(step: int, steps: int, run: RunSettings) -> bool:
     return bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
 
 
-def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
+def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
     """Loads the checkpoint. On a mesh we quantise as we read, because it might not fit on a single device."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)
     quantise = weights.format == "safetensors" and train.quantize != "none"
-    options = (
-        _quantisation(train, kind_for(shapes, train, data).trained_in_full(shapes)) if quantise else None
-    )
+    options = _quantisation(train, trained_in_full(shapes)) if quantise else None
     try:
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
     except ValueError as error:  # there is a weight that we can't shard evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
+
+
+def trained_in_full(model: PyTree) -> tuple[str, ...]:
+    """Returns the parts of a model that are trained in full, in addition to any adapters."""
+    return getattr(model, "head_parts", ())
 
 
 def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, Any]:
@@ -408,10 +411,10 @@ def _adapted(
 ) -> PyTree:
     if settings.quantize != "none" and not is_quantised(model):
         try:
-            model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
+            model = quantize(model, **_quantisation(settings, trained_in_full(model)))
         except ValueError as error:  # there is a weight that the block size doesn't divide
             raise FinetuneError(str(error)) from error
-    in_full = task.trained_in_full(model)
+    in_full = trained_in_full(model)
     # If a layer is trained in full then PEFT stores a dense array for it, so it can't remain quantised.
     heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
     model = replace(model, {name: materialise(x) for name, x in heads.items()})
@@ -442,7 +445,7 @@ def _adapted(
         raise
     except ValueError as error:  # no layer matches the names
         raise FinetuneError(str(error)) from error
-    outside = named_arrays(eqx.tree_at(task.layers, adapted, None))
+    outside = named_arrays(eqx.tree_at(lambda model: model.layers, adapted, None))
     if found := [name for name, x in outside.items() if isinstance(x, AdaptedArray) and x.invocation]:
         raise FinetuneError(
             f"--invocation is for adapters of layers, which see all tokens at once: leave {found[0]} out of "

@@ -69,10 +69,10 @@ class TrainingProgram:
         def update(
             frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any, teacher: PyTree = None
         ) -> tuple[State, Any]:
-            teacher = computed(teacher, task, settings, devices)
+            teacher = computed(teacher, settings, devices)
 
             def loss(params: PyTree) -> Any:
-                model = computed(eqx.combine(params, frozen), task, settings, devices)
+                model = computed(eqx.combine(params, frozen), settings, devices)
                 with attention_backend(devices.attention):
                     outputs = outputs_of(task, model, batch, keys, teacher)
                 return task.total(outputs, batch) / terms
@@ -122,19 +122,19 @@ def stored_for(model: PyTree, dtype: str | None) -> PyTree:
     return eqx.combine(trained, frozen)
 
 
-def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
+def prepared(model: PyTree, settings: TrainSettings) -> PyTree:
     """Prepares a model for a training step by casting it and rematerialising its layers."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
-    policy, layers = POLICIES[settings.remat], task.layers(model)
+    policy, layers = POLICIES[settings.remat], model.layers
     again = [Again(x, policy) for x in layers] if isinstance(layers, list) else Again(layers, policy)
-    return eqx.tree_at(task.layers, model, again)
+    return eqx.tree_at(lambda model: model.layers, model, again)
 
 
-def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
+def computed(model: PyTree, settings: TrainSettings, devices: Devices) -> PyTree:
     """Gathers the weights of the model or the teacher and then prepares it for a training step."""
-    return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
+    return None if model is None else prepared(devices.gather_weights(model), settings)
 
 
 class Again(eqx.Module):
@@ -248,9 +248,8 @@ class Training:
         self.program = TrainingProgram(task, self.optimiser, settings, devices)
 
         def evaluate(frozen: PyTree, params: PyTree, batch: Batch, teacher: PyTree) -> PyTree:
-            model, teacher = (
-                computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
-            )
+            models = eqx.combine(params, frozen), teacher
+            model, teacher = (computed(x, settings, devices) for x in models)
             with attention_backend(devices.attention):
                 return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
 

@@ -23,10 +23,6 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
         wanted = self.config.architecture, TOKENS if self.of_tokens else SEQUENCES
         return next(name for name, found in classifiers().items() if found == wanted)
 
-    @property
-    def layer_list(self) -> Any:
-        return self.layers
-
     def entries(self) -> dict[str, Any]:
         pad = self.config.pad_token_id
         return super().entries() | ({"pad_token_id": pad} if pad >= 0 else {})

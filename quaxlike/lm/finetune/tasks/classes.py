@@ -63,13 +63,6 @@ class AbstractClassification(AbstractTask):
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "AbstractClassification":
         return cls(model.labels)
 
-    @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        return model.head_parts if isinstance(model, AbstractClassifier) else ()
-
-    def layers(self, model: PyTree) -> Any:
-        return model.layer_list
-
     def output(self, model: PyTree, example: Batch) -> Float[Array, "*tokens labels"]:
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 

@@ -27,9 +27,6 @@ class AbstractTextTask(AbstractTask):
     def takes(cls, model: PyTree, folder: Path) -> bool:
         return isinstance(model, Decoder) and not modules_of(folder)
 
-    def layers(self, model: PyTree) -> Any:
-        return model.part("model").part("layers")
-
 
 class NextToken(AbstractTextTask):
     """Causal language modelling.
