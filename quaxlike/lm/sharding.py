@@ -5,7 +5,6 @@ device computes for the first ones are then exactly the inputs that it needs for
 that a block only needs a single all-reduce.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -210,23 +209,15 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
             found = _if_it_fits(name, leaf, own, mesh, needed, found)
         specs |= dict(_with_parts(name, found))
         shapes |= {below: tuple(x.shape) for below, x in _with_parts(name, leaf)}
-    return _ByName(specs, shapes)
 
-
-@dataclasses.dataclass(frozen=True)
-class _ByName:
-    """The specs for a model's arrays, or for any tree in which their names have a prefix."""
-
-    specs: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-
-    def __call__(self, name: str, leaf: Any) -> Any:
-        while True:
-            if name in self.specs:
-                return self.specs[name] if self.shapes.get(name) == tuple(leaf.shape) else None
+    def rule(name: str, leaf: Any) -> Any:
+        while name not in specs:  # in e.g. the state of an optimiser, names have a prefix
             _, dot, name = name.partition(".")
             if not dot:
                 return None
+        return specs[name] if shapes.get(name) == tuple(leaf.shape) else None
+
+    return rule
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
