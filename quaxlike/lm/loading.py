@@ -24,8 +24,8 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
 from ..files.json_text import read_json_file
-from ..sharding.placing import by_name
 from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
