@@ -241,7 +241,7 @@ class Training:
         steps: int, max_length: int, devices: Devices, teacher: PyTree = None,
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
-        self.steps, self.max_length, self._devices, self._teacher = steps, max_length, devices, teacher
+        self.steps, self.max_length, self.devices, self._teacher = steps, max_length, devices, teacher
         adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, AdaptedArray))
         self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
@@ -292,15 +292,15 @@ class Training:
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
-            self._devices.take_interrupt()
+            self.devices.take_interrupt()
             rows = np.arange(start, start + size) % len(examples)  # repeat some to fill the last batch
             batch = Batch(*(part[rows] for part in whole))
-            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
+            outputs.append(self._evaluate(self.frozen, params, self.devices.batch(batch), self._teacher))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
-        devices, settings, keys = self._devices, self.settings, None
+        devices, settings, keys = self.devices, self.settings, None
         if self._drops:
             # These only depend on the index of the batch, so a resumed run has the same dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
