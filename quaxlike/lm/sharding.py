@@ -266,20 +266,17 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
     """Returns the spec for an array, given the kind and layout of its layer."""
-    ndim = len(leaf.shape)
+    ndim, cut = len(leaf.shape), None
+    known = None if layout is None or not layout.is_known else layout
     if name.endswith(("bias", ".b")):
-        n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)
-        return (
-            jax.P(*[axis if i == ndim - n_out else None for i in range(ndim)]) if kind == "out" else jax.P()
-        )
-    if kind in (None, "whole") or ndim < 2:
-        return jax.P()
-    if kind == "vocabulary":
+        if kind == "out":
+            cut = -1 if known is None else -len(known.out_axes)
+    elif kind in (None, "whole") or ndim < 2:
+        pass
+    elif kind == "vocabulary":
         cut = -2
     elif isinstance(leaf, AdaptedArray) and leaf.part_axes:
         (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
-    elif layout is not None and layout.is_known:
-        (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes
-    else:
-        return jax.P()
-    return jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])
+    elif known is not None:
+        (cut, *_) = known.out_axes if kind == "out" else known.in_axes
+    return jax.P() if cut is None else jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])
