@@ -100,7 +100,10 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
     Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
     """
-    return _by_kinds(model, mesh, _one_axis(mesh, axis))
+    usual = next((name for name in MODEL_AXES if name in mesh.shape), tuple(mesh.shape)[-1])
+    chosen = usual if axis is None else axis
+    check_axis(mesh, chosen)
+    return _by_kinds(model, mesh, chosen)
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
@@ -229,13 +232,6 @@ def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
     if is_value(x):
         for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
             yield from _with_parts(f"{name}.{path_of(below)}", part)
-
-
-def _one_axis(mesh: Any, axis: str | None) -> str:
-    if axis is None:
-        return next((n for n in MODEL_AXES if n in mesh.shape), tuple(mesh.shape)[-1])
-    check_axis(mesh, axis)
-    return axis
 
 
 def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, otherwise: Any) -> Any:
