@@ -53,10 +53,12 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
         from ..files.errors import CheckpointError
         from ..surgery.merge import merge
         from ..surgery.quantize import quantize, scheme_of
+        from ..surgery.trees import named_arrays
         from .adapter_folder import other_tokenizer, read_adapter
+        from .checkpoints.saving import is_published
         from .folders.model_config import UnsupportedConfigError
         from .gguf.mixtures import type_of
-        from .loading import is_published, load, save
+        from .loading import load, save
         from .peft import save_gguf_adapter
     target, text = arguments.target, arguments.quantize
     to_gguf, own = target.suffix.lower() == ".gguf", False
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
             save(target, model, arguments.source, format="gguf", quantize=scheme)
         else:
             model = model if scheme is None else quantize(model, scheme)
-            own = not is_published(model)
+            own = not is_published(named_arrays(model))
             save(target, model, arguments.source, format="quaxlike" if own else "safetensors")
     except (OSError, ValueError, CheckpointError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)

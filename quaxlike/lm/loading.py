@@ -24,12 +24,11 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
 from ..files.json_text import read_json_file
-from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
-from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
 from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS, classifiers
@@ -147,12 +146,9 @@ def load(
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
-    def replicated(name: str, leaf: Any) -> None:
-        return None
-
     arrays = named_arrays(skeleton)
     loaded: dict[str, Any] = {}
-    rule: NamedRule = replicated
+    rule: Any = None  # without a mesh
     if sharding is not None:
         rule = by_name(sharding, arrays)
     elif mesh is not None:
@@ -272,11 +268,6 @@ def save(
     else:
         tensors = _split_into_tensors(arrays, sources(model, names, source))
     save_like(source, Path(directory), tensors, config, own)
-
-
-def is_published(model: PyTree) -> bool:
-    """Returns whether the weights in a model are in a format that transformers can load."""
-    return saving.is_published(named_arrays(model))
 
 
 #: Entries of `config.json` that specify the number of rows in an array, together with the suffix of its
@@ -496,11 +487,11 @@ def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, lis
     The former are the names of transformers. The file can have other names, if it was saved as part of a
     larger model or vice versa.
     """
-    published, config = partial(tensors_of, model), getattr(model, "config", None)
-    if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
-        published = _own_name  # there aren't enough tensors for each expert to have its own
-    text = text_tensors(names)
-    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
+    text, config = text_tensors(names), getattr(model, "config", None)
+    experts = config.num_local_experts * sum(config.sparse) if isinstance(config, DecoderConfig) else 0
+    joined = experts > len(names)  # there aren't enough tensors for each expert to have its own
+    arrays = named_arrays(model)
+    wanted = {name: [name] if joined or name in text else tensors_of(model, name) for name in arrays}
     used, files = {file for own in wanted.values() for file in own}, text
     if not used & files.keys():
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
@@ -532,10 +523,6 @@ def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     """
     parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
-
-
-def _own_name(name: str) -> list[str]:
-    return [name]
 
 
 # Reads arrays, each of which is either a single tensor or a stack of experts ----------------------

@@ -5,7 +5,6 @@ device computes for the first ones are then exactly the inputs that it needs for
 that a block only needs a single all-reduce.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -101,7 +100,10 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
     Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
     """
-    return _by_kinds(model, mesh, _one_axis(mesh, axis))
+    usual = next((name for name in MODEL_AXES if name in mesh.shape), tuple(mesh.shape)[-1])
+    chosen = usual if axis is None else axis
+    check_axis(mesh, chosen)
+    return _by_kinds(model, mesh, chosen)
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
@@ -210,23 +212,15 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
             found = _if_it_fits(name, leaf, own, mesh, needed, found)
         specs |= dict(_with_parts(name, found))
         shapes |= {below: tuple(x.shape) for below, x in _with_parts(name, leaf)}
-    return _ByName(specs, shapes)
 
-
-@dataclasses.dataclass(frozen=True)
-class _ByName:
-    """The specs for a model's arrays, or for any tree in which their names have a prefix."""
-
-    specs: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-
-    def __call__(self, name: str, leaf: Any) -> Any:
-        while True:
-            if name in self.specs:
-                return self.specs[name] if self.shapes.get(name) == tuple(leaf.shape) else None
+    def rule(name: str, leaf: Any) -> Any:
+        while name not in specs:  # in e.g. the state of an optimiser, names have a prefix
             _, dot, name = name.partition(".")
             if not dot:
                 return None
+        return specs[name] if shapes.get(name) == tuple(leaf.shape) else None
+
+    return rule
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
@@ -238,13 +232,6 @@ def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
     if is_value(x):
         for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
             yield from _with_parts(f"{name}.{path_of(below)}", part)
-
-
-def _one_axis(mesh: Any, axis: str | None) -> str:
-    if axis is None:
-        return next((n for n in MODEL_AXES if n in mesh.shape), tuple(mesh.shape)[-1])
-    check_axis(mesh, axis)
-    return axis
 
 
 def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, otherwise: Any) -> Any:
@@ -275,20 +262,17 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
     """Returns the spec for an array, given the kind and layout of its layer."""
-    ndim = len(leaf.shape)
+    ndim, cut = len(leaf.shape), None
+    known = None if layout is None or not layout.is_known else layout
     if name.endswith(("bias", ".b")):
-        n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)
-        return (
-            jax.P(*[axis if i == ndim - n_out else None for i in range(ndim)]) if kind == "out" else jax.P()
-        )
-    if kind in (None, "whole") or ndim < 2:
-        return jax.P()
-    if kind == "vocabulary":
+        if kind == "out":
+            cut = -1 if known is None else -len(known.out_axes)
+    elif kind in (None, "whole") or ndim < 2:
+        pass
+    elif kind == "vocabulary":
         cut = -2
     elif isinstance(leaf, AdaptedArray) and leaf.part_axes:
         (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
-    elif layout is not None and layout.is_known:
-        (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes
-    else:
-        return jax.P()
-    return jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])
+    elif known is not None:
+        (cut, *_) = known.out_axes if kind == "out" else known.in_axes
+    return jax.P() if cut is None else jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])

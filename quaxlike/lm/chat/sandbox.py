@@ -58,11 +58,11 @@ class _Generator(CodeGenerator):
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         """Compiles concatenation, which is written as `a ~ b`."""
-        self.write("environment.concatenated((")
+        self.write("environment.concat(map(str, (")
         for argument in node.nodes:
             self.visit(argument, frame)
             self.write(", ")
-        self.write("))")
+        self.write(")))")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -85,9 +85,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         parts = list(parts)
         _check(sum(map(len, parts)))
         return "".join(parts)
-
-    def concatenated(self, parts: Sequence[Any]) -> str:
-        return self.concat(map(str, parts))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function or method, but not before checking its arguments."""

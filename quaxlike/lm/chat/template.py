@@ -369,7 +369,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
     """Finds the end of a message's content. We require that the text after it doesn't depend on it."""
-    if i < 0 or messages[i].get("content") is None:
+    if messages[i].get("content") is None:
         raise _NotFoundError
     text = render(messages, prompt)
     changed = [{**m, "content": PROBE} if j == i else m for j, m in enumerate(messages)]

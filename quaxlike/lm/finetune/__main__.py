@@ -11,7 +11,7 @@ from typing import Any
 from ..._arguments import Parser, importing_extra
 from .._allocator import keep_memory
 from .._interrupts import interrupts_deferred, status_of, take_interrupt
-from .options import options, settings_of
+from .options import TASK_SETTINGS, options, settings_of
 from .settings import FinetuneError, Settings
 from .state import Saved
 from .tasks import TASKS
@@ -25,6 +25,10 @@ data, one JSON object per line:
 {"".join(task.help for task in TASKS)}"""
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
@@ -33,14 +37,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for option in options():
-        of_argument = option.of_argument
+        of_argument: dict[str, Any] = {**option.metadata}
+        if option.name == "task":
+            about = [f"{name}: {task.about}" for name, task in TASK_SETTINGS.items()]
+            of_argument["help"] = f"{'; '.join(about)} {of_argument['help']}"
+            of_argument["choices"] = list(TASK_SETTINGS)
         if option.default is False:
             of_argument["action"] = "store_true"
         elif option.default is dataclasses.MISSING:
             of_argument["required"] = True
         elif option.default not in (None, False, ()):
             of_argument["help"] += f" (default: {option.default})"
-        parser.add_argument(option.flag, **of_argument)
+        parser.add_argument(_flag(option.name), **of_argument)
     return parser
 
 
@@ -70,7 +78,7 @@ def _check_together(
     made = ("rank", "alpha", "dropout", "rslora", "dora", "invocation")
 
     def given(names: Any) -> Any:
-        return ", ".join(f"--{x.replace('_', '-')}" for x in names if arguments.get(x, ()) != ())
+        return ", ".join(_flag(x) for x in names if arguments.get(x, ()) != ())
 
     of_lora = given((*made, "freeze_a", "lora_plus"))
     if isinstance(train.adapter, Path):

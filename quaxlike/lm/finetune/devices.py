@@ -6,6 +6,7 @@ don't all decide the same way then they deadlock.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -164,7 +165,7 @@ class Devices:
         """Replicates arrays over all devices. Use this for arrays that are small."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
-    def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
+    def gather_weights(self, model: Any) -> Any:
         """Gathers the weights of a model, for use inside a training step.
 
         We gather quantised weights before they are unpacked, as this means far less communication. If layers
@@ -172,7 +173,8 @@ class Devices:
         """
         if self.mesh is None or not self._fsdp:
             return model
-        stacked = layers(model)
+        layers = operator.attrgetter("layers")
+        stacked = model.layers
         if self._by_layers is not None or isinstance(stacked, list):
             return constrain(model, self.mesh, self._by_layers)
         rest = constrain(eqx.tree_at(layers, model, None), self.mesh, None)

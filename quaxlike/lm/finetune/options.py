@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...adapters import METHODS
 from ...surgery.quantize import is_recipe_file, scheme_of
@@ -10,31 +10,13 @@ from ..gguf.mixtures import type_of
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, in_order
 from .tasks import TASKS
 
-_OF_TASKS = {task.own.name: task.own for task in TASKS if task.own is not None}
+#: The settings of tasks that have a name, by that name.
+TASK_SETTINGS = {task.own.name: task.own for task in TASKS if task.own is not None}
 
 
-class CommandOption(NamedTuple):
-    name: str
-    default: Any
-    """The default value. If the option is required then this is `dataclasses.MISSING`."""
-    of_argument: dict[str, Any]
-    """The keyword arguments to pass to `argparse.ArgumentParser.add_argument`."""
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-
-def options() -> list[CommandOption]:
-    """Returns all options, in the order in which `--help` lists them."""
-    fields = in_order([TrainSettings, DataSettings, RunSettings], _OF_TASKS.values())
-    found = [CommandOption(field.name, field.default, {**field.metadata}) for field in fields]
-    for option in found:
-        if option.name == "task":
-            about = [f"{name}: {task.about}" for name, task in _OF_TASKS.items()]
-            option.of_argument["help"] = f"{'; '.join(about)} {option.of_argument['help']}"
-            option.of_argument["choices"] = list(_OF_TASKS)
-    return found
+def options() -> list[dataclasses.Field[Any]]:
+    """Returns all options, in the order in which `--help` lists them. See `settings.option`."""
+    return in_order([TrainSettings, DataSettings, RunSettings], TASK_SETTINGS.values())
 
 
 def settings_of(**values: Any) -> Settings:
@@ -62,7 +44,7 @@ def settings_of(**values: Any) -> Settings:
         except (ValueError, OSError) as error:
             raise FinetuneError(f"--{name}: {error}") from None
         values[name] = Path(scheme) if is_recipe_file(scheme) else scheme
-    own = {name: taken(task) for name, task in _OF_TASKS.items()}
+    own = {name: taken(task) for name, task in TASK_SETTINGS.items()}
     train, data, run = (taken(cls) for cls in (TrainSettings, DataSettings, RunSettings))
     if values:
         raise TypeError(f"There are no options {', '.join(sorted(values))}.")
@@ -70,5 +52,5 @@ def settings_of(**values: Any) -> Settings:
     for name, of_task in own.items():
         if name != wanted and (files := [x for x, value in of_task.items() if isinstance(value, Path)]):
             raise FinetuneError(f"--{files[0].replace('_', '-')} is for --task {name}.")
-    task = None if wanted is None else _OF_TASKS[wanted](**own[wanted])
+    task = None if wanted is None else TASK_SETTINGS[wanted](**own[wanted])
     return Settings(TrainSettings(**train), DataSettings(**data, task=task), RunSettings(**run))

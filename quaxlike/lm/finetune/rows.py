@@ -23,8 +23,7 @@ WITHOUT_EFFECT = {
 }
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
 _OF_INSTRUCTION = ("instruction", "input", "system", "history")
-# Entries that are redundant. UltraChat repeats the first message, and Alpaca repeats the whole row as a text.
-_TWICE = {"messages": ("prompt",), "instruction": ("text",)}
+_OF_CONVERSATIONS = ("conversations", "system")
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -152,43 +151,38 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     Stanford Alpaca's format instead.
     """
     fields = _without_nulls(fields)
-    form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError("'chosen' and 'rejected' are preferences, which --task dpo learns")
     check_label(fields)
-    # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
-    talk = form == "prompt" and (
-        _is_talk(fields["prompt"]) or not isinstance(fields.get("completion", ""), str)
-    )
-    used: tuple[str, ...] = {
-        "messages": ("messages", *_OF_MESSAGES),
-        "conversations": ("conversations", "system", *_OF_MESSAGES),
-        "instruction": (*_OF_INSTRUCTION, "output", *_OF_MESSAGES),
-        "prompt": ("prompt", "completion", *(_OF_MESSAGES if talk else ())),
-        "text": ("text",),
-    }[form]
-    needed = {"text": "text", "prompt": "completion", "instruction": "output"}.get(form)
-    if needed and needed not in fields:
-        text_of(fields, needed, FORMS)
-    check_entries(fields, (*used, *_TWICE.get(form, ())))
-    if form == "messages":
+    if "messages" in fields:  # UltraChat repeats the first message as the prompt
+        check_entries(fields, ("messages", *_OF_MESSAGES, "prompt"))
         messages = messages_of(fields)
         _check_prompt(fields, messages, "messages")
         return {**fields, "messages": messages}
-    if form == "conversations":
-        return {**fields, "messages": [*_system(fields), *messages_of(fields, form)]}
-    if form == "instruction":
-        question, output = _instruction(fields, has_template), text_of(fields, "output")
+    if "conversations" in fields:
+        check_entries(fields, (*_OF_CONVERSATIONS, *_OF_MESSAGES))
+        return {**fields, "messages": [*_system(fields), *messages_of(fields, "conversations")]}
+    if "instruction" in fields:  # Alpaca repeats the whole row as a text
+        output = text_of(fields, "output", FORMS)
+        check_entries(fields, (*_OF_INSTRUCTION, "output", *_OF_MESSAGES, "text"))
+        question = _instruction(fields, has_template)
         _check_repeats(fields)
         if isinstance(question, str):
             return {"prompt": question, "completion": output}
         return {**fields, "messages": [*question, _answer(output)]}
-    if talk:  # only the completion is learned, even if the prompt contains answers too
-        prompt, completion = _part(fields, "prompt"), _part(fields, "completion")
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        completion = [_answer(completion)] if isinstance(completion, str) else completion
-        return {**fields, "messages": [*not_learned(prompt), *completion]}
-    return fields
+    needed, used = ("completion", ("prompt", "completion")) if "prompt" in fields else ("text", ("text",))
+    if needed not in fields:
+        text_of(fields, needed, FORMS)
+    # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
+    talk = "prompt" in fields and (_is_talk(fields["prompt"]) or not isinstance(fields["completion"], str))
+    check_entries(fields, (*used, *(_OF_MESSAGES if talk else ())))
+    if not talk:
+        return fields
+    # Only the completion is learned, even if the prompt contains answers too.
+    prompt, completion = _part(fields, "prompt"), _part(fields, "completion")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion = [_answer(completion)] if isinstance(completion, str) else completion
+    return {**fields, "messages": [*not_learned(prompt), *completion]}
 
 
 def not_learned(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -346,13 +340,9 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
     fields = _without_nulls(fields)
     check_label(fields)
     chosen, rejected = (_part(fields, name) for name in ("chosen", "rejected"))
-    form = next((x for x in ("prompt", "conversations", "instruction") if x in fields), None)
-    asked: tuple[str, ...] = {
-        None: ("prompt", "conversations", "instruction"),
-        "prompt": ("prompt",),
-        "conversations": ("conversations", "system"),
-        "instruction": _OF_INSTRUCTION,
-    }[form]
+    asking = {"prompt": ("prompt",), "conversations": _OF_CONVERSATIONS, "instruction": _OF_INSTRUCTION}
+    form = next((x for x in asking if x in fields), None)
+    asked: tuple[str, ...] = tuple(asking) if form is None else asking[form]
     scores = ("score_chosen", "score_rejected")
     check_entries(fields, (*asked, "chosen", "rejected", "messages", *_OF_MESSAGES, *scores))
     if isinstance(chosen, list) != isinstance(rejected, list):

@@ -5,7 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -42,7 +42,7 @@ from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory, Saved
-from .tasks import AbstractTask, AbstractTextTask, begun, kind_for, task_for
+from .tasks import AbstractTask, AbstractTextTask, begun, task_for
 from .train import State, Training, steps_of, stored_for
 
 
@@ -69,46 +69,22 @@ def finetune(settings: Settings, console: Console, saved: Saved | None = None) -
     cannot start, in which case nothing is written. `KeyboardInterrupt` if an interrupt was requested; this
     happens once the current step is complete and has been saved.
     """
-    devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
         held.callback(forget_streams)
-        return _finetune(settings, console, held, devices, saved)
+        return _finetune(settings, console, held, saved)
 
 
 def _finetune(
-    settings: Settings,
-    console: Console,
-    held: contextlib.ExitStack,
-    devices: Devices,
-    saved: Saved | None,
+    settings: Settings, console: Console, held: contextlib.ExitStack, saved: Saved | None
 ) -> dict[str, dict[str, float]]:
-    settings, task, model, teacher, training, held_out, max_length = _prepare(settings, console, devices)
+    devices = Devices(settings.run)
+    settings, params, job, held_out = _prepare(settings, console, devices)
     train, data, run = settings.train, settings.data, settings.run
-    take_interrupt()
-    table = summary(model)
-    params, frozen = eqx.partition(model, trainable(model, freeze=["a"] if train.freeze_a else []))
-    trained = sum(x.size for x in jax.tree.leaves(params))
-    console.print(
-        f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
-        f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
-    )
-    if is_quantised(model):
-        native.prepare(console.print)
-    del model
-
     directory = held.enter_context(
         contextlib.closing(RunDirectory(settings, saved) if is_main_process() else Follower())
     )
     metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
-    if isinstance(train.adapter, Path) and task.compares_with_start:
-        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
-        teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
-    steps = steps_of(train, len(training))
-    job = Training(
-        task, frozen, training, train,
-        steps=steps, max_length=max_length, devices=devices, teacher=teacher,
-    )  # fmt: skip
-    del teacher
+    steps = job.steps
     state = devices.on_host(State(params, job.optimiser.init(params)))
     first, state = devices.broadcast_from_main(directory.restore(state))
     state = devices.place_along(state)
@@ -135,14 +111,14 @@ def _finetune(
         del params
         devices.take_interrupt()
         if first < steps:
-            state = _train(job, state, first, held_out, run, console, devices, directory, metrics)
+            state = _train(job, state, first, held_out, run, console, directory, metrics)
         after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
-    trained = eqx.combine(devices.on_host(state.params), frozen)
+    trained = eqx.combine(devices.on_host(state.params), job.frozen)
     trained = trained.unstacked() if train.scan_layers else trained  # all processes must call this
     if is_main_process():
         take_interrupt()
-        _save(trained, train, run, task, console)
+        _save(trained, train, run, job.task, console)
         if run.merge:
             take_interrupt()
             _merge(trained, train, data, run)
@@ -150,22 +126,17 @@ def _finetune(
     return {"before": before or {}, "after": after}
 
 
-class _Prepared(NamedTuple):
-    settings: Settings
-    """The settings of the run, together with everything that depends on the data and the model."""
-    task: AbstractTask
-    model: PyTree
-    teacher: PyTree
-    training: list[Example]
-    held_out: list[Example]
-    max_length: int
+def _prepare(
+    settings: Settings, console: Console, devices: Devices
+) -> tuple[Settings, PyTree, Training, list[Example]]:
+    """Reads the checkpoint and the data, adds the adapters, and places the model. This writes nothing.
 
-
-def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepared:
-    """Reads the checkpoint and the data, adds the adapters, and places the model. This writes nothing."""
+    **Returns:** the settings, together with everything that depends on the data and the model; the arrays to
+    train, and what trains them; and the held-out examples.
+    """
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
-    base, config = _base(train, data, devices)
+    base, config = _base(train, devices)
     base, data = begun(base, config, train, data)
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
@@ -210,8 +181,25 @@ def _prepare(settings: Settings, console: Console, devices: Devices) -> _Prepare
     del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
-    settings = Settings(train, data, run)
-    return _Prepared(settings, task, devices.place(model), teacher, training, held_out, max_length)
+    model = devices.place(model)
+    take_interrupt()
+    table = summary(model)
+    params, frozen = eqx.partition(model, trainable(model, freeze=["a"] if train.freeze_a else []))
+    trained = sum(x.size for x in jax.tree.leaves(params))
+    console.print(
+        f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
+        f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
+    )
+    if is_quantised(model):
+        native.prepare(console.print)
+    if isinstance(train.adapter, Path) and task.compares_with_start:
+        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
+        teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
+    job = Training(
+        task, frozen, training, train,
+        steps=steps_of(train, len(training)), max_length=max_length, devices=devices, teacher=teacher,
+    )  # fmt: skip
+    return Settings(train, data, run), params, job, held_out
 
 
 def _train(
@@ -221,7 +209,6 @@ def _train(
     held_out: list[Example],
     run: RunSettings,
     console: Console,
-    devices: Devices,
     directory: RunDirectory | Follower,
     metrics: Metrics | Follower,
 ) -> State:
@@ -235,7 +222,7 @@ def _train(
         entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
         stop: KeyboardInterrupt | None = None
         try:
-            devices.take_interrupt()
+            job.devices.take_interrupt()
             if _evaluates_after(step.number, job.steps, run):
                 entry["held_out"] = job.measure(state.params, held_out)
         except KeyboardInterrupt as error:  # first save; the resumed run will evaluate
@@ -243,7 +230,7 @@ def _train(
         directory.note(step=step.number, **entry)
         metrics.note(step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds)
         if stop or step.number - latest >= run.checkpoint_every or step.number == job.steps:
-            directory.save(step.number, devices.on_host(state))
+            directory.save(step.number, job.devices.on_host(state))
             latest = step.number
         if stop:
             raise stop
@@ -254,21 +241,24 @@ def _evaluates_after(step: int, steps: int, run: RunSettings) -> bool:
     return bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
 
 
-def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
+def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
     """Loads the checkpoint. On a mesh we quantise as we read, because it might not fit on a single device."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)
     quantise = weights.format == "safetensors" and train.quantize != "none"
-    options = (
-        _quantisation(train, kind_for(shapes, train, data).trained_in_full(shapes)) if quantise else None
-    )
+    options = _quantisation(train, trained_in_full(shapes)) if quantise else None
     try:
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
     except ValueError as error:  # there is a weight that we can't shard evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
+
+
+def trained_in_full(model: PyTree) -> tuple[str, ...]:
+    """Returns the parts of a model that are trained in full, in addition to any adapters."""
+    return getattr(model, "head_parts", ())
 
 
 def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, Any]:
@@ -408,10 +398,10 @@ def _adapted(
 ) -> PyTree:
     if settings.quantize != "none" and not is_quantised(model):
         try:
-            model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
+            model = quantize(model, **_quantisation(settings, trained_in_full(model)))
         except ValueError as error:  # there is a weight that the block size doesn't divide
             raise FinetuneError(str(error)) from error
-    in_full = task.trained_in_full(model)
+    in_full = trained_in_full(model)
     # If a layer is trained in full then PEFT stores a dense array for it, so it can't remain quantised.
     heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
     model = replace(model, {name: materialise(x) for name, x in heads.items()})
@@ -442,7 +432,7 @@ def _adapted(
         raise
     except ValueError as error:  # no layer matches the names
         raise FinetuneError(str(error)) from error
-    outside = named_arrays(eqx.tree_at(task.layers, adapted, None))
+    outside = named_arrays(eqx.tree_at(lambda model: model.layers, adapted, None))
     if found := [name for name, x in outside.items() if isinstance(x, AdaptedArray) and x.invocation]:
         raise FinetuneError(
             f"--invocation is for adapters of layers, which see all tokens at once: leave {found[0]} out of "

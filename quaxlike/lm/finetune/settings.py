@@ -4,6 +4,7 @@
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import io
 import sys
@@ -235,9 +236,6 @@ def _digest(path: Path) -> str:
     return hashlib.sha256("".join(f"{x.name} {_digest(x)}\n" for x in parts).encode()).hexdigest()
 
 
-_read: dict[Path, bytes] = {}
-
-
 def is_stream(path: Path) -> bool:
     """Returns whether a file can only be read once. That is, a pipe, a device, or `-` for standard input."""
     return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
@@ -253,10 +251,12 @@ def open_data(path: Path) -> io.BufferedIOBase:
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
         return open(path, "rb")
-    if path not in _read:
-        _read[path] = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
-    return io.BytesIO(_read[path])
+    return io.BytesIO(_contents(path))
 
 
-def forget_streams() -> None:
-    _read.clear()
+@functools.cache
+def _contents(path: Path) -> bytes:
+    return sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
+
+
+forget_streams = _contents.cache_clear

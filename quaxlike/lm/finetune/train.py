@@ -69,10 +69,10 @@ class TrainingProgram:
         def update(
             frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any, teacher: PyTree = None
         ) -> tuple[State, Any]:
-            teacher = computed(teacher, task, settings, devices)
+            teacher = computed(teacher, settings, devices)
 
             def loss(params: PyTree) -> Any:
-                model = computed(eqx.combine(params, frozen), task, settings, devices)
+                model = computed(eqx.combine(params, frozen), settings, devices)
                 with attention_backend(devices.attention):
                     outputs = outputs_of(task, model, batch, keys, teacher)
                 return task.total(outputs, batch) / terms
@@ -122,19 +122,19 @@ def stored_for(model: PyTree, dtype: str | None) -> PyTree:
     return eqx.combine(trained, frozen)
 
 
-def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
+def prepared(model: PyTree, settings: TrainSettings) -> PyTree:
     """Prepares a model for a training step by casting it and rematerialising its layers."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
-    policy, layers = POLICIES[settings.remat], task.layers(model)
+    policy, layers = POLICIES[settings.remat], model.layers
     again = [Again(x, policy) for x in layers] if isinstance(layers, list) else Again(layers, policy)
-    return eqx.tree_at(task.layers, model, again)
+    return eqx.tree_at(lambda model: model.layers, model, again)
 
 
-def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
+def computed(model: PyTree, settings: TrainSettings, devices: Devices) -> PyTree:
     """Gathers the weights of the model or the teacher and then prepares it for a training step."""
-    return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
+    return None if model is None else prepared(devices.gather_weights(model), settings)
 
 
 class Again(eqx.Module):
@@ -241,16 +241,15 @@ class Training:
         steps: int, max_length: int, devices: Devices, teacher: PyTree = None,
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
-        self.steps, self.max_length, self._devices, self._teacher = steps, max_length, devices, teacher
+        self.steps, self.max_length, self.devices, self._teacher = steps, max_length, devices, teacher
         adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, AdaptedArray))
         self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
         self.program = TrainingProgram(task, self.optimiser, settings, devices)
 
         def evaluate(frozen: PyTree, params: PyTree, batch: Batch, teacher: PyTree) -> PyTree:
-            model, teacher = (
-                computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
-            )
+            models = eqx.combine(params, frozen), teacher
+            model, teacher = (computed(x, settings, devices) for x in models)
             with attention_backend(devices.attention):
                 return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
 
@@ -293,15 +292,15 @@ class Training:
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
-            self._devices.take_interrupt()
+            self.devices.take_interrupt()
             rows = np.arange(start, start + size) % len(examples)  # repeat some to fill the last batch
             batch = Batch(*(part[rows] for part in whole))
-            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
+            outputs.append(self._evaluate(self.frozen, params, self.devices.batch(batch), self._teacher))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
-        devices, settings, keys = self._devices, self.settings, None
+        devices, settings, keys = self.devices, self.settings, None
         if self._drops:
             # These only depend on the index of the batch, so a resumed run has the same dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)

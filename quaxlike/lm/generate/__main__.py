@@ -75,14 +75,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     try:
         keep_programs(arguments.compilation_cache, _say)
-        count = run(arguments, sys.stdout, _say)
+        clock = run(arguments, sys.stdout, _say)
     except (OSError, CheckpointError, GenerateError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    _tell(count, time.perf_counter() - start)
+    _tell(clock, time.perf_counter() - start)
     return 0
 
 
@@ -90,10 +90,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _tell(count: Any, seconds: float) -> None:
-    report = f"{count.tokens} tokens in {seconds:.1f} s"
-    if count.timed and count.seconds:
-        report += f"; {count.timed / count.seconds:.1f} tokens per second, compilation apart"
+def _tell(clock: Any, seconds: float) -> None:
+    report = f"{clock.tokens} tokens in {seconds:.1f} s"
+    if clock.timed and clock.seconds:
+        report += f"; {clock.timed / clock.seconds:.1f} tokens per second, compilation apart"
     _say(report)
 
 

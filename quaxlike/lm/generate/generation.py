@@ -187,12 +187,11 @@ def _tokens(
     """Yields the new tokens of each step, with shape `(batch,)`."""
     longest, reader = int(seen.sum(1).max()), _Reader(model, cache)
     since = _invoked_at(model, np.where(seen, ids, -1))
-    switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
         # Some rotary frequencies change once a text exceeds a certain length. This invalidates the cache, so
         # only run up to that point and then start again with all tokens so far.
-        until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
+        until = min([new, *(s - longest + 1 for s in model.config.switches if s >= longest + len(made))])
         part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
@@ -346,7 +345,8 @@ def _next(
 
     def row(i: Any, since: Any, *of_row: Any) -> Any:
         own = choose_adapter(model, i) if stacked else model
-        return quaxify(run)(_activated_from(own, start, width, since), *of_row)
+        own = activated(own, lambda _: start + jnp.arange(width) >= since)
+        return quaxify(run)(own, *of_row)
 
     of_rows = jnp.arange(rows), since, ids, seen
     if rows == 1:
@@ -468,10 +468,9 @@ class Conversation:
         if (found := difference(*bare)) is not None:
             raise ValueError(f"A fork takes a model on the same base: {found}.")
         kept = min(len(self._cached), self._since)
-        switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
         whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
         # If a switch lies in between, then different rotary frequencies were used to compute the cache.
-        if self._cached and whole and not any(kept <= x < len(self._cached) for x in switches):
+        if self._cached and whole and not any(kept <= x < len(self._cached) for x in model.config.switches):
             # Make a copy, because each step donates its memory.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
@@ -495,8 +494,7 @@ class Conversation:
         # A LoRA that becomes active (or inactive) at some position invalidates the cache from there on.
         if since != self._since:
             start = min(start, since, self._since)
-        switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
-        if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
+        if any((len(self._cached) > x) != (len(tokens) > x) for x in self._reader.model.config.switches):
             start = 0  # a text of this length uses other rotary frequencies
         # There is no way to rewind a recurrent state, so start from scratch.
         if start < len(self._cached) and not _is_by_place(self._reader.memory):
@@ -544,12 +542,6 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
     (tokens,), most = found, ids.shape[1]
     starts = np.asarray([last_occurrence(row, tokens) for row in ids])
     return np.where(starts == most, _NEVER, starts).astype(np.int32)
-
-
-def _activated_from(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
-    """Activates LoRAs from position `since` onwards, for the `count` tokens that start at position
-    `start`."""
-    return activated(model, lambda _: start + jnp.arange(count) >= since)
 
 
 def _stacked_adapters(model: Decoder) -> list[Any]:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,44 +31,39 @@ class GenerateError(ErrorAboutFiles):
     """Raised if we cannot generate text. The message gives the reason."""
 
 
-class Count(NamedTuple):
-    """The number of generated tokens, along with how long this took. (Not counting compilation.)"""
-
-    tokens: int
-    timed: int
-    seconds: float
-
-    def __add__(self, other: "Count") -> "Count":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Count(self.tokens + other.tokens, self.timed + other.timed, self.seconds + other.seconds)
-
-
 class Clock:
-    """Counts the tokens of each step. The first two are excluded, because each of them compiles a program."""
+    """Counts and times the tokens that are generated.
+
+    The first two steps of each text aren't timed, because each of them compiles a program.
+    """
 
     def __init__(self) -> None:
-        self._times: list[float] = []
-        self._counts: list[int] = []
+        self.tokens, self.timed, self.seconds = 0, 0, 0.0
+        self.begin_text()
+
+    def begin_text(self) -> None:
+        self._steps, self._last = 0, 0.0
 
     def tick(self, tokens: int) -> None:
-        self._times.append(time.perf_counter())
-        self._counts.append(tokens)
-
-    def count(self) -> Count:
-        if len(self._times) < 3:
-            return Count(sum(self._counts), 0, 0.0)
-        return Count(sum(self._counts), sum(self._counts[2:]), self._times[-1] - self._times[1])
+        """Counts the tokens of one step, which was just completed."""
+        now = time.perf_counter()
+        self.tokens += tokens
+        self._steps += 1
+        if self._steps > 2:
+            self.timed += tokens
+            self.seconds += now - self._last
+        self._last = now
 
 
 class Stream:
     """Decodes a single text's tokens and writes out whatever is new as each one arrives."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
-        self._tokenizer, self._out, self._clock = tokenizer, out, Clock()
+        self._tokenizer, self._out = tokenizer, out
         self.tokens: list[int] = []
         self.text = ""
 
     def add(self, token: int) -> None:
-        self._clock.tick(1)
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens)
         # A character can consist of several tokens. These decode to U+FFFD until the last one has arrived.
@@ -80,14 +75,13 @@ class Stream:
         self._out.flush()
         self.text = text
 
-    def finish(self) -> Count:
+    def finish(self) -> None:
         self._write(self._tokenizer.decode(self.tokens))
         self._out.write("\n")
         self._out.flush()
-        return self._clock.count()
 
 
-def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Count:
+def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Clock:
     """Continues prompts or answers messages, writing the texts to `out`. Progress is reported using `tell`.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` if the
@@ -119,9 +113,12 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     marks = Marks.of(tokenizer, arguments.model, config)
     if marks.differ:
         tell(marks.differ)
+    writer = _Writer(model, tokenizer, marks, arguments, out, tell)
     if arguments.prompt is None:
-        return _chat(model, tokenizer, ChatTemplate(arguments.model), marks, arguments, out, tell)
-    return _continue(model, tokenizer, marks, arguments, out, tell)
+        writer.chat(ChatTemplate(arguments.model))
+    else:
+        writer.continue_prompts()
+    return writer.clock
 
 
 def _bytes_of_token(model: Decoder, cache: str | None) -> int:
@@ -129,108 +126,127 @@ def _bytes_of_token(model: Decoder, cache: str | None) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _continue(
-    model: Decoder,
-    tokenizer: TextTokenizer,
-    marks: Marks,
-    arguments: argparse.Namespace,
-    out: Any,
-    tell: Callable[[str], None],
-) -> Count:
-    try:
-        prompts = [marks.begun(tokenizer.encode(text, special=False).ids) for text in arguments.prompt]
-    except UnicodeEncodeError as error:
-        raise GenerateError(f"A prompt is not Unicode: {error}") from None
-    if not all(prompts):
-        raise GenerateError(f"A prompt has no tokens: {arguments.prompt[prompts.index([])]!r}.")
-    width, most = max(map(len, prompts)), model.config.max_position_embeddings
-    if width >= most:
-        raise GenerateError(f"A prompt has {width} tokens; the model takes {most}, new ones included.")
-    new = min(arguments.max_new_tokens, most - width)
-    writer = _Writer(tokenizer, marks.ends, len(prompts), out)
-    ids = np.zeros((len(prompts), width), np.int32)
-    mask = np.zeros((len(prompts), width), bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
-    try:
-        generate(
-            model, ids, mask=mask, max_new_tokens=new, eos=marks.ends or None,
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
-            key=jax.random.key(arguments.seed), on_token=writer, cache=arguments.cache,
-        )  # fmt: skip
-    except ValueError as error:
-        raise GenerateError(str(error)) from error
-    count = writer.finish(arguments.prompt)
-    if new < arguments.max_new_tokens and not writer.ended:
-        tell(f"Stopped where the context of the model ends, at {most} tokens.")
-    return count
-
-
+@dataclasses.dataclass
 class _Writer:
-    """Writes out texts. A single text is streamed, but if there are several then we wait for all of them."""
+    """Writes texts by a model, as the arguments ask for it."""
 
-    def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
-        self._tokenizer, self._ends, self._out = tokenizer, ends, out
-        self._stream, self._clock = Stream(tokenizer, out) if rows == 1 else None, Clock()
-        self._rows: list[list[int]] = [[] for _ in range(rows)]
-        self._ended = [False] * rows
+    model: Decoder
+    tokenizer: TextTokenizer
+    marks: Marks
+    arguments: argparse.Namespace
+    out: Any
+    tell: Callable[[str], None]
 
-    @property
-    def ended(self) -> bool:
-        return all(self._ended)
+    def __post_init__(self) -> None:
+        a, self.clock = self.arguments, Clock()
+        self.context = self.model.config.max_position_embeddings
+        self.sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p}
 
-    def __call__(self, tokens: Int[np.ndarray, " batch"]) -> None:
-        self._clock.tick(self._ended.count(False))
-        for row, token in enumerate(tokens.tolist()):
-            self._ended[row] = self._ended[row] or token in self._ends
-            if self._ended[row]:
-                continue
-            self._rows[row].append(token)
-            if self._stream is not None:
-                self._stream.add(token)
-
-    def finish(self, prompts: list[str]) -> Count:
-        if self._stream is not None:
-            self._stream.finish()
-        else:
-            texts = map(self._tokenizer.decode, self._rows)
-            self._out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(prompts, texts, strict=True))
-            self._out.flush()
-        return self._clock.count()
-
-
-# Conversations ------------------------------------------------------------------------------------
-
-
-def _chat(
-    model: Decoder,
-    tokenizer: TextTokenizer,
-    template: ChatTemplate,
-    marks: Marks,
-    arguments: argparse.Namespace,
-    out: Any,
-    tell: Callable[[str], None],
-) -> Count:
-    """Answers messages. These are either taken from `arguments.message`, or typed by the user.
-
-    **Raises:** `GenerateError` if the template rejects the conversation, or if the conversation is too long.
-    """
-    ends = sorted({*marks.ends, *marks.answer})
-    session = _Session(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
-    if arguments.message is not None:
-        session.answer(arguments.message)
-        return session.count
-    tell(_HELP)
-    for text in _typed_messages():
-        if text == "/new":
-            session.messages = session.beginning()
-            continue
+    def continue_prompts(self) -> None:
+        """Continues all prompts. A single text is streamed, but if there are several then they are written
+        once all of them are complete.
+        """
+        a, most, given = self.arguments, self.context, self.arguments.prompt
         try:
-            session.answer(text)
-        except GenerateError as error:
-            session.messages.pop()
-            tell(str(error))
-    return session.count
+            prompts = [self.marks.begun(self.tokenizer.encode(text, special=False).ids) for text in given]
+        except UnicodeEncodeError as error:
+            raise GenerateError(f"A prompt is not Unicode: {error}") from None
+        if not all(prompts):
+            raise GenerateError(f"A prompt has no tokens: {given[prompts.index([])]!r}.")
+        width = max(map(len, prompts))
+        if width >= most:
+            raise GenerateError(f"A prompt has {width} tokens; the model takes {most}, new ones included.")
+        new = min(a.max_new_tokens, most - width)
+        ids = np.zeros((len(prompts), width), np.int32)
+        mask = np.zeros((len(prompts), width), bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
+        stream = Stream(self.tokenizer, self.out) if len(prompts) == 1 else None
+        texts: list[list[int]] = [[] for _ in prompts]
+        ended = [False] * len(prompts)
+
+        def write(tokens: Int[np.ndarray, " batch"]) -> None:
+            self.clock.tick(ended.count(False))
+            for row, token in enumerate(tokens.tolist()):
+                ended[row] = ended[row] or token in self.marks.ends
+                if not ended[row]:
+                    texts[row].append(token)
+                    if stream is not None:
+                        stream.add(token)
+
+        try:
+            generate(
+                self.model, ids, mask=mask, max_new_tokens=new, eos=self.marks.ends or None, **self.sampling,
+                key=jax.random.key(a.seed), on_token=write, cache=a.cache,
+            )  # fmt: skip
+        except ValueError as error:
+            raise GenerateError(str(error)) from error
+        if stream is not None:
+            stream.finish()
+        else:
+            decoded = map(self.tokenizer.decode, texts)
+            self.out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(given, decoded, strict=True))
+            self.out.flush()
+        if new < a.max_new_tokens and not all(ended):
+            self.tell(f"Stopped where the context of the model ends, at {most} tokens.")
+
+    def chat(self, template: ChatTemplate) -> None:
+        """Answers messages. These are either taken from `arguments.message`, or typed by the user.
+
+        **Raises:** `GenerateError` if the template rejects the conversation, or if the conversation is too
+        long.
+        """
+        a = self.arguments
+        conversation = Conversation(self.model, cache=a.cache)
+        beginning = [] if a.system is None else [{"role": "system", "content": a.system}]
+        messages = [*beginning]
+        if a.message is not None:
+            self._answer(a.message, messages, conversation, template)
+            return
+        self.tell(_HELP)
+        for text in _typed_messages():
+            if text == "/new":
+                messages = [*beginning]
+                continue
+            try:
+                self._answer(text, messages, conversation, template)
+            except GenerateError as error:
+                messages.pop()
+                self.tell(str(error))
+
+    def _answer(
+        self, text: str, messages: list[dict[str, str]], conversation: Conversation, template: ChatTemplate
+    ) -> None:
+        """Adds a message and then generates an answer to it. The user can cut this short with Ctrl-C."""
+        messages.append({"role": "user", "content": text})
+        try:
+            prompt = template.render(messages, add_generation_prompt=True).text
+            ids = self.tokenizer.encode(prompt, special=False).ids
+        except ValueError as error:
+            raise GenerateError(str(error)) from None
+        a, most = self.arguments, self.context
+        if len(ids) >= most:
+            raise GenerateError(
+                f"The conversation has {len(ids)} tokens; the model takes {most}. Begin anew with /new."
+            )
+        new = min(a.max_new_tokens, most - len(ids))
+        stream = Stream(self.tokenizer, self.out)
+        key = jax.random.fold_in(jax.random.key(a.seed), len(messages))
+        ends = sorted({*self.marks.ends, *self.marks.answer})
+        self.clock.begin_text()
+        try:
+            with interrupts_deferred(""):
+                for token in conversation.answer(ids, max_new_tokens=new, eos=ends, key=key, **self.sampling):
+                    self.clock.tick(1)
+                    stream.add(token)
+                    take_interrupt()
+        except KeyboardInterrupt:
+            if a.message is not None:
+                raise
+        stream.finish()
+        if new < a.max_new_tokens and len(stream.tokens) == new:
+            self.out.write(f"[The context of {most} tokens is full.]\n")
+        messages.append({"role": "assistant", "content": stream.text})
 
 
 def _typed_messages() -> Iterator[str]:
@@ -242,53 +258,3 @@ def _typed_messages() -> Iterator[str]:
             return
         if text:
             yield text
-
-
-@dataclasses.dataclass
-class _Session:
-    conversation: Conversation
-    tokenizer: TextTokenizer
-    template: ChatTemplate
-    ends: list[int]
-    arguments: argparse.Namespace
-    out: Any
-
-    def __post_init__(self) -> None:
-        self.messages = self.beginning()
-        self.count = Count(0, 0, 0.0)
-
-    def beginning(self) -> list[dict[str, str]]:
-        system = self.arguments.system
-        return [] if system is None else [{"role": "system", "content": system}]
-
-    def answer(self, text: str) -> None:
-        """Adds a message and then generates an answer to it. The user can cut this short with Ctrl-C."""
-        self.messages.append({"role": "user", "content": text})
-        try:
-            prompt = self.template.render(self.messages, add_generation_prompt=True).text
-            ids = self.tokenizer.encode(prompt, special=False).ids
-        except ValueError as error:
-            raise GenerateError(str(error)) from None
-        a, most = self.arguments, self.conversation.context
-        if len(ids) >= most:
-            raise GenerateError(
-                f"The conversation has {len(ids)} tokens; the model takes {most}. Begin anew with /new."
-            )
-        new = min(a.max_new_tokens, most - len(ids))
-        stream = Stream(self.tokenizer, self.out)
-        key = jax.random.fold_in(jax.random.key(a.seed), len(self.messages))
-        try:
-            with interrupts_deferred(""):
-                for token in self.conversation.answer(
-                    ids, max_new_tokens=new, eos=self.ends, temperature=a.temperature, top_k=a.top_k,
-                    top_p=a.top_p, key=key,
-                ):  # fmt: skip
-                    stream.add(token)
-                    take_interrupt()
-        except KeyboardInterrupt:
-            if a.message is not None:
-                raise
-        self.count += stream.finish()
-        if new < a.max_new_tokens and len(stream.tokens) == new:
-            self.out.write(f"[The context of {most} tokens is full.]\n")
-        self.messages.append({"role": "assistant", "content": stream.text})

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jaxtyping import Array
 from ...kernels.backends import KernelFallbackWarning, device_platform
 from ...sharding.meshes import mesh_of
 from .attention_blocks import Reach, Sight
-
-Backend = Literal["cudnn", "splash"]
 
 _LANES = 128
 _EVERYTHING = Reach(None, None)
@@ -60,8 +58,8 @@ def attention_backend(name: str | None) -> Iterator[None]:
             logits = model(jnp.arange(128) % 50, jnp.ones(128, bool))
         ```
     """
-    if name is not None and name not in get_args(Backend):
-        raise ValueError(f"attention_backend takes one of {get_args(Backend)} or None; found {name!r}.")
+    if name is not None and name not in _KERNELS:
+        raise ValueError(f"attention_backend takes one of {tuple(_KERNELS)} or None; found {name!r}.")
     with _asked(name):
         yield
 
@@ -109,6 +107,11 @@ def _tell_once(name: str, reason: str) -> None:
     )
 
 
+def _has_explicit_axes(case: Case) -> bool:
+    mesh = mesh_of(case.query)
+    return mesh is not None and bool(mesh.explicit_axes)
+
+
 _Refusals = tuple[tuple[Callable[[Case], bool], str], ...]
 
 #: The cases that no kernel supports, and then those that an individual kernel doesn't support.
@@ -122,7 +125,10 @@ _OF_ALL: _Refusals = (
 )
 _REFUSALS: dict[str, _Refusals] = {
     "cudnn": (
-        (lambda case: _platform() != "cuda", "cuDNN is for NVIDIA's GPUs, and the default device is another"),
+        (
+            lambda case: device_platform() != "cuda",
+            "cuDNN is for NVIDIA's GPUs, and the default device is another",
+        ),
         (
             lambda case: not {x.dtype.name for x in case[:3]} <= {"float16", "bfloat16"},
             "cuDNN takes float16 and bfloat16",
@@ -138,10 +144,10 @@ _REFUSALS: dict[str, _Refusals] = {
             lambda case: not case.causal and case.sight.reach != _EVERYTHING,
             "cuDNN has windows before a token alone",
         ),
-        (lambda case: _has_explicit_axes(case), "axes of the mesh are explicit"),
+        (_has_explicit_axes, "axes of the mesh are explicit"),
     ),
     "splash": (
-        (lambda case: _platform() not in ("tpu", "cpu"), "splash attention is for TPUs"),
+        (lambda case: device_platform() not in ("tpu", "cpu"), "splash attention is for TPUs"),
         (
             lambda case: len(case.query) % _LANES != 0,
             "splash attention takes a multiple of 128 tokens",
@@ -152,15 +158,6 @@ _REFUSALS: dict[str, _Refusals] = {
         ),
     ),
 }
-
-
-def _platform() -> str:
-    return device_platform()
-
-
-def _has_explicit_axes(case: Case) -> bool:
-    mesh = mesh_of(case.query)
-    return mesh is not None and bool(mesh.explicit_axes)
 
 
 def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> Array:
@@ -202,7 +199,7 @@ def by_splash(case: Case) -> Array:
     kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads), head_shards=1, q_seq_shards=1,
         block_sizes=splash.BlockSizes(**blocks),
-        attn_logits_soft_cap=case.softcap or None, interpret=_platform() == "cpu",
+        attn_logits_soft_cap=case.softcap or None, interpret=device_platform() == "cpu",
     )  # fmt: skip
     texts = jnp.zeros(tokens, jnp.int32) if sight.texts is None else sight.texts[0]
     texts = jnp.where(sight.seen, texts, -1)

@@ -154,9 +154,13 @@ class Bert(eqx.Module):
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
         x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
         sight = Sight.of(seen)
-        for layer in self.encoder.layer:
+        for layer in self.layers:
             x = layer(x, sight)
         return x
+
+    @property
+    def layers(self) -> list[BertLayer]:
+        return self.encoder.layer
 
 
 class AbstractBertClassifier(AbstractClassifier):
@@ -181,8 +185,8 @@ class AbstractBertClassifier(AbstractClassifier):
         return ("classifier",)
 
     @property
-    def layer_list(self) -> list[BertLayer]:
-        return self.bert.encoder.layer
+    def layers(self) -> list[BertLayer]:
+        return self.bert.layers
 
 
 class BertForSequenceClassification(AbstractBertClassifier):

@@ -27,7 +27,7 @@ class AbstractClassifier(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def layer_list(self) -> Any:
+    def layers(self) -> Any:
         """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
 
     def entries(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
             x = x * jnp.asarray(factor, x.dtype)
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
-        if length is None and any(rope.long is not None for rope in c.ropes):
+        if length is None and c.switches:
             length = _largest_of_batch(last + 1)  # as in transformers, a batch shares its frequencies
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)

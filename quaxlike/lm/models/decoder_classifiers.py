@@ -15,24 +15,37 @@ from .decoder_config import DecoderConfig
 from .layers import Ids, Seen, each
 
 
-class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
-    """Abstract base class for both kinds of decoder classifier."""
+class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier, roles="model score classifier"):
+    """Abstract base class for both kinds of decoder classifier. Fields are named as in transformers."""
+
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
+        body, head = jax.random.split(key)
+        n, bias = len(config.labels.names), self.of_tokens and config.token_classification_bias
+        layer = eqx.nn.Linear(config.hidden_size, n, use_bias=bias, key=head)
+        self._fill(config, model=Body(config, body), **{self._head_of(config): layer})
+        self.labels = config.labels
+
+    @classmethod
+    def _head_of(cls, config: DecoderConfig) -> str:
+        return config.family.token_head if cls.of_tokens else "score"
+
+    @property
+    def head_parts(self) -> tuple[str, ...]:
+        return (self._head_of(self.config),)
 
     @property
     def architecture(self) -> str:
         wanted = self.config.architecture, TOKENS if self.of_tokens else SEQUENCES
         return next(name for name, found in classifiers().items() if found == wanted)
 
-    @property
-    def layer_list(self) -> Any:
-        return self.layers
-
     def entries(self) -> dict[str, Any]:
         pad = self.config.pad_token_id
         return super().entries() | ({"pad_token_id": pad} if pad >= 0 else {})
 
 
-class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
+class DecoderForSequenceClassification(AbstractDecoderClassifier):
     """Computes the logits of a text from its last token. With a single label this is a reward model.
 
     Fields are named as in transformers.
@@ -53,23 +66,10 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         ```
     """
 
-    labels: Labels = eqx.field(static=True)
-
-    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
-        body, head = jax.random.split(key)
-        n = len(config.labels.names)
-        score = eqx.nn.Linear(config.hidden_size, n, use_bias=False, key=head)
-        self._fill(config, model=Body(config, body), score=score)
-        self.labels = config.labels
-
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " labels"]:
         """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
         last = self.hidden(ids, seen)[self._last(ids, seen)]
-        return each(self.part("score"), last[None])[0]
-
-    @property
-    def head_parts(self) -> tuple[str, ...]:
-        return ("score",)
+        return each(self.part(self.head_parts[0]), last[None])[0]
 
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
         """Returns the position of the last token.
@@ -81,24 +81,11 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))
 
 
-class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model score classifier"):
+class DecoderForTokenClassification(AbstractDecoderClassifier):
     """Computes the logits of each token in a text. Fields are named as in transformers."""
-
-    labels: Labels = eqx.field(static=True)
 
     of_tokens: ClassVar[bool] = True
 
-    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
-        body, head = jax.random.split(key)
-        n, bias = len(config.labels.names), config.token_classification_bias
-        layer = eqx.nn.Linear(config.hidden_size, n, use_bias=bias, key=head)
-        self._fill(config, model=Body(config, body), **{config.family.token_head: layer})
-        self.labels = config.labels
-
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens labels"]:
         """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
-        return each(self.part(self.config.family.token_head), self.hidden(ids, seen))
-
-    @property
-    def head_parts(self) -> tuple[str, ...]:
-        return (self.config.family.token_head,)
+        return each(self.part(self.head_parts[0]), self.hidden(ids, seen))

@@ -166,6 +166,11 @@ class DecoderConfig(Config):
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    @property
+    def switches(self) -> list[int]:
+        """The lengths of text beyond which a rotary embedding has other frequencies."""
+        return [rope.switch for rope in self.ropes if rope.long is not None]
+
     def mlp_size(self, layer: int) -> int:
         """Returns the size of a feed-forward layer without experts."""
         is_wide = self.use_double_wide_mlp and self.sources[layer] != layer
@@ -302,36 +307,22 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     family, layers = config.family, range(config.num_hidden_layers)
     if family.unrotated:
         return _unrotated(config, fields, label)
-    if family.ends_global:
-        return _until_last(config, fields, label)
+    if family.ends_global and not config.sliding_window:  # the two kinds of layers differ in their heads, too
+        raise refused("sliding_window", config.sliding_window, label, "a window of at least one token")
     off = family.windows is None or not config.sliding_window
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
         kinds = kinds_of(types, len(layers), label, {**ATTENTION, **family.mixers})
-        return tuple(ATTENTION.get(kind, False) for kind in kinds)
-    if isinstance(family.windows, str):
+        found = [ATTENTION.get(kind, False) for kind in kinds]
+    elif isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
-        return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
-    # Every layer has a window except for each `every`-th one. (And 0 means that there are no exceptions.)
-    every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
-    return tuple(not every or (i + 1) % every != 0 for i in layers)
-
-
-def _until_last(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    """Finds the layers with windows, for families whose last layer never has one.
-
-    In these families the two kinds of layers also have different head sizes, so there must be a window.
-    """
-    layers, types = config.num_hidden_layers, fields.get("layer_types")
-    if not config.sliding_window:
-        raise refused("sliding_window", config.sliding_window, label, "a window of at least one token")
-    if types is None:
-        every = whole(fields, "sliding_window_pattern", config.family.windows, label)
-        found = tuple((i + 1) % every != 0 for i in range(layers))
+        found = [i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers]
     else:
-        found = tuple(ATTENTION[kind] for kind in kinds_of(types, layers, label))
-    return (*found[:-1], False)
+        # Every layer has a window except for each `every`-th one. (And 0 means that there are no exceptions.)
+        every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
+        found = [not every or (i + 1) % every != 0 for i in layers]
+    return (*found[:-1], False) if family.ends_global else tuple(found)
 
 
 def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:

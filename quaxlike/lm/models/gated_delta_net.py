@@ -68,10 +68,8 @@ class _Sizes:
     def __init__(self, config: DecoderConfig) -> None:
         self.width = config.size("linear_conv_kernel_dim")
         self.key, self.value = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
-        self.key_heads, self.heads = (
-            config.size("linear_num_key_heads"),
-            config.size("linear_num_value_heads"),
-        )
+        self.key_heads = config.size("linear_num_key_heads")
+        self.heads = config.size("linear_num_value_heads")
         if self.heads % self.key_heads != 0:
             needed = f"a multiple of linear_num_key_heads, which is {self.key_heads}"
             raise refused("linear_num_value_heads", self.heads, config.architecture, needed)
@@ -89,6 +87,19 @@ class AbstractGatedDeltaNet(AbstractMixer):
     norm: eqx.AbstractVar[eqx.nn.RMSNorm]
     out_proj: eqx.AbstractVar[eqx.nn.Linear]
     config: eqx.AbstractVar[DecoderConfig]
+
+    def _begin(self, config: DecoderConfig, key: Any, **sizes: int) -> None:
+        """Initialises all parameters. `sizes` are the output features of the input projections."""
+        s, keys = _Sizes(config), jax.random.split(key, 3 + len(sizes))
+        for (name, size), own in zip(sizes.items(), keys[3:], strict=True):
+            setattr(self, name, eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=own))
+        n = s.convolved
+        self.conv1d = eqx.nn.Conv1d(n, n, s.width, groups=n, use_bias=False, key=keys[0])
+        self.dt_bias = jnp.ones(s.heads)
+        self.A_log = jnp.log(jax.random.uniform(keys[1], (s.heads,), minval=0.01, maxval=16.0))
+        self.norm = eqx.nn.RMSNorm(s.value, eps=config.rms_norm_eps, use_bias=False)
+        self.out_proj = eqx.nn.Linear(s.values, config.hidden_size, use_bias=False, key=keys[2])
+        self.config = config
 
     @abc.abstractmethod
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
@@ -155,11 +166,9 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
     config: DecoderConfig = eqx.field(static=True)
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
-        s, keys = _Sizes(config), jax.random.split(key, 7)
-        sizes = s.convolved, s.values, s.heads, s.heads
-        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = _projections(config, sizes, keys)
-        self.conv1d, self.A_log, self.norm, self.out_proj = _rest(config, s, keys)
-        self.dt_bias, self.config = jnp.ones(s.heads), config
+        s = _Sizes(config)
+        sizes = {"in_proj_qkv": s.convolved, "in_proj_z": s.values}
+        self._begin(config, key, **sizes, in_proj_b=s.heads, in_proj_a=s.heads)
 
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
         qkv, z, b, a = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
@@ -179,11 +188,8 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
     config: DecoderConfig = eqx.field(static=True)
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
-        s, keys = _Sizes(config), jax.random.split(key, 5)
-        sizes = s.convolved + s.values, 2 * s.heads
-        self.in_proj_qkvz, self.in_proj_ba = _projections(config, sizes, keys)
-        self.conv1d, self.A_log, self.norm, self.out_proj = _rest(config, s, keys)
-        self.dt_bias, self.config = jnp.ones(s.heads), config
+        s = _Sizes(config)
+        self._begin(config, key, in_proj_qkvz=s.convolved + s.values, in_proj_ba=2 * s.heads)
 
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
         s, n = _Sizes(self.config), len(x)
@@ -193,22 +199,6 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
         ba = jnp.split(each(self.in_proj_ba, x).reshape(n, s.key_heads, -1), 2, axis=-1)
         corrects, forgets = (part.reshape(n, -1) for part in ba)
         return jnp.concatenate([query, key, value], axis=-1), gate, corrects, forgets
-
-
-def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> list[eqx.nn.Linear]:
-    """Initialises the input projections. (The first three keys are skipped, since `_rest` uses them.)"""
-    return [
-        eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=key)
-        for size, key in zip(sizes, keys[3:], strict=True)
-    ]
-
-
-def _rest(config: DecoderConfig, s: _Sizes, keys: Any) -> tuple[Any, Array, Any, Any]:
-    """Initialises the parameters that are common to both variants."""
-    conv = eqx.nn.Conv1d(s.convolved, s.convolved, s.width, groups=s.convolved, use_bias=False, key=keys[0])
-    rates = jnp.log(jax.random.uniform(keys[1], (s.heads,), minval=0.01, maxval=16.0))
-    norm = eqx.nn.RMSNorm(s.value, eps=config.rms_norm_eps, use_bias=False)
-    return conv, rates, norm, eqx.nn.Linear(s.values, config.hidden_size, use_bias=False, key=keys[2])
 
 
 def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens heads size"]:

@@ -232,7 +232,7 @@ class AbstractModernBertClassifier(AbstractClassifier):
         return ("head", "classifier")
 
     @property
-    def layer_list(self) -> list[ModernBertLayer]:
+    def layers(self) -> list[ModernBertLayer]:
         return self.model.layers
 
 

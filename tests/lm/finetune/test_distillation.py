@@ -46,7 +46,7 @@ def test_the_loss_is_of_data_and_teacher(chunk):
     @jax.jit
     def run(params, teacher):
         def loss(params):
-            whole = prepared(eqx.combine(params, frozen), task, SETTINGS)
+            whole = prepared(eqx.combine(params, frozen), SETTINGS)
             outputs = outputs_of(task, whole, batch, None, teacher)
             return task.total(outputs, batch), outputs
 

@@ -48,7 +48,7 @@ def test_the_loss_compares_with_the_model_without_adapters(chunk):
     @jax.jit
     @jax.value_and_grad
     def loss(params):
-        whole = prepared(eqx.combine(params, frozen), task, SETTINGS)
+        whole = prepared(eqx.combine(params, frozen), SETTINGS)
         return task.total(outputs_of(task, whole, batch, None), batch)
 
     with ql.on_materialise("error"):

@@ -6,9 +6,8 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.lm.finetune.__main__ import main
-from quaxlike.lm.finetune.run import _quantisation
-from quaxlike.lm.finetune.settings import DataSettings, TrainSettings
-from quaxlike.lm.finetune.tasks import task_for
+from quaxlike.lm.finetune.run import _quantisation, trained_in_full
+from quaxlike.lm.finetune.settings import TrainSettings
 from tests.lm.finetune.test_finetune import LINES, checkpoint, write
 from tests.lm.finetune.test_train import decoder
 
@@ -64,10 +63,9 @@ def test_recipes(run, tmp_path):
 
 def test_a_run_is_quantised_by_its_recipe(tmp_path):
     """Options of a single scheme do not reach it."""
-    data = DataSettings(data=tmp_path / "data.jsonl")
     model = decoder()
     for quantize, wanted in {"nf4_qlora": {"double_quant": True}, "q8_0": {}}.items():
         train = TrainSettings(model=tmp_path, quantize=quantize)
-        options = _quantisation(train, task_for(model, train, data).trained_in_full(model))
+        options = _quantisation(train, trained_in_full(model))
         found = {str(dict(row.options)) for row in ql.quantize.plan(model, **options).rows}
         assert found == {str(wanted)}

@@ -45,7 +45,7 @@ def loss_and_gradient(model, task, batch, settings=SETTINGS):
     @jax.jit
     def run(params, frozen):
         def loss(params):
-            whole = prepared(eqx.combine(params, frozen), task, settings)
+            whole = prepared(eqx.combine(params, frozen), settings)
             return task.total(outputs_of(task, whole, batch, None), batch)
 
         return jax.value_and_grad(loss)(params)

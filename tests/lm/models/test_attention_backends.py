@@ -82,7 +82,7 @@ def test_cudnn_is_asked_for_the_same(reach, monkeypatch):
 @pytest.mark.slow
 def test_programs_for_gpus_call_cudnn(monkeypatch):
     """Forward and backward, in layers that are scanned, beside weights and adapters that are Values."""
-    monkeypatch.setattr(attention_backends, "_platform", lambda: "cuda")
+    monkeypatch.setattr(attention_backends, "device_platform", lambda: "cuda")
     # JAX asks for the library that the program will call.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     model = Decoder(DecoderConfig.from_json(LLAMA), key=jax.random.key(0)).stacked()
@@ -123,7 +123,7 @@ CASES = {
 def test_what_a_kernel_does_not_take_is_told(name, monkeypatch):
     backend, operands, sight, reason = CASES[name]
     if name != "which device" and backend == "cudnn":
-        monkeypatch.setattr(attention_backends, "_platform", lambda: "cuda")
+        monkeypatch.setattr(attention_backends, "device_platform", lambda: "cuda")
     tokens = operands.get("tokens", TOKENS)
     options = {"dtype": "bfloat16"} | {name: x for name, x in operands.items() if name != "tokens"}
     operands = [x[0, :tokens] for x in _operands(**options)]

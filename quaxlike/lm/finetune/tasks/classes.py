@@ -64,37 +64,6 @@ class AbstractClassification(AbstractTask):
         return cls(model.labels)
 
     @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        return model.head_parts if isinstance(model, AbstractClassifier) else ()
-
-    def layers(self, model: PyTree) -> Any:
-        return model.layer_list
-
-    def output(self, model: PyTree, example: Batch) -> Float[Array, "*tokens labels"]:
-        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
-
-
-class Classes(AbstractClassification):
-    """Classification. Rows have the form `{"text": ..., "label": ...}`.
-
-    A label can be given by name or by index. For multi-label classification it's a list of these, and for
-    regression it can be any number. To classify conversations, use `"messages"` rather than `"text"`.
-    """
-
-    help: ClassVar[str] = """\
-  ...Classification,  {"text": ..., "label": "a name"}, or its number from 0, a list of labels, or a number
-  ... --task classify to predict; messages in place of the text
-"""
-    models: ClassVar[str] = "models that classify texts, decoders, BERT and ModernBERT"
-    peft_type: ClassVar[str] = "SEQ_CLS"
-
-    @classmethod
-    def takes(cls, model: PyTree, folder: Path) -> bool:
-        if isinstance(model, AbstractClassifier):
-            return not model.of_tokens
-        return isinstance(model, Decoder | Bert | ModernBert)
-
-    @classmethod
     def begun(
         cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
     ) -> tuple[PyTree, DataSettings]:
@@ -120,6 +89,30 @@ class Classes(AbstractClassification):
             raise FinetuneError(f"{data.data} has one label, {', '.join(names)}: there must be two at least.")
         data = dataclasses.replace(data, task=ClassSettings(names, problem, words))
         return new_head(model, config, train, names, problem, of_tokens=words), data
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, "*tokens labels"]:
+        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
+
+
+class Classes(AbstractClassification):
+    """Classification. Rows have the form `{"text": ..., "label": ...}`.
+
+    A label can be given by name or by index. For multi-label classification it's a list of these, and for
+    regression it can be any number. To classify conversations, use `"messages"` rather than `"text"`.
+    """
+
+    help: ClassVar[str] = """\
+  ...Classification,  {"text": ..., "label": "a name"}, or its number from 0, a list of labels, or a number
+  ... --task classify to predict; messages in place of the text
+"""
+    models: ClassVar[str] = "models that classify texts, decoders, BERT and ModernBERT"
+    peft_type: ClassVar[str] = "SEQ_CLS"
+
+    @classmethod
+    def takes(cls, model: PyTree, folder: Path) -> bool:
+        if isinstance(model, AbstractClassifier):
+            return not model.of_tokens
+        return isinstance(model, Decoder | Bert | ModernBert)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example:
         if {"chosen", "rejected"} <= fields.keys():

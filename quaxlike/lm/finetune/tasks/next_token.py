@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ...folders.companions import modules_of
 from ...models import Decoder
 from ..data import Batch, Example, Tokens
-from ..rows import check_roles, messages_of, normal, template_options, text_of
+from ..rows import check_roles, normal, template_options, text_of
 from ..settings import DataSettings, TrainSettings
 from .task import AbstractTask, cross_entropy
 
@@ -26,9 +26,6 @@ class AbstractTextTask(AbstractTask):
     @classmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
         return isinstance(model, Decoder) and not modules_of(folder)
-
-    def layers(self, model: PyTree) -> Any:
-        return model.part("model").part("layers")
 
 
 class NextToken(AbstractTextTask):
@@ -62,7 +59,7 @@ class NextToken(AbstractTextTask):
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         fields = normal(fields, has_template=tokens.has_template)
         if "messages" in fields:
-            messages = messages_of(fields)
+            messages = fields["messages"]
             check_roles(messages)
             talk = tokens.chat.learned(messages, **template_options(fields))
             ids, learned = tokens.spans(*talk)

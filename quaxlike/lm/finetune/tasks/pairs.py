@@ -55,9 +55,6 @@ class Pairs(AbstractTask):
         anchor, positive = (tokens.cut(text_of(fields, name)) for name in fields)
         return Example((anchor[0], positive[0]), was_cut=anchor[1] or positive[1])
 
-    def layers(self, model: PyTree) -> Any:
-        return model.encoder.layer if isinstance(model, Bert) else model.layers
-
     def unused(self, model: PyTree) -> tuple[str, ...]:
         return ("pooler.dense",) if isinstance(model, Bert) else ()
 

@@ -68,10 +68,6 @@ class Rewards(AbstractTask):
         assert isinstance(data.task, RewardSettings)
         return cls(data.task)
 
-    @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        return model.head_parts if isinstance(model, DecoderForSequenceClassification) else ()
-
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         row = preference_of(fields, has_template=tokens.has_template)
         texts = []
@@ -88,9 +84,6 @@ class Rewards(AbstractTask):
         if chosen == rejected:
             return None
         return Example((chosen, rejected), was_cut=max(map(len, texts)) > tokens.max_length)
-
-    def layers(self, model: PyTree) -> Any:
-        return model.layer_list
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
         """Computes the reward for the chosen text and for the rejected text."""

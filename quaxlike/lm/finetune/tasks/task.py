@@ -59,11 +59,6 @@ class AbstractTask(eqx.Module):
         return model, data
 
     @classmethod
-    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        """Returns the parts of the model that are trained in full, in addition to any adapters."""
-        return ()
-
-    @classmethod
     @abc.abstractmethod
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "AbstractTask":
         """Creates the task for a model, for which `takes` must have returned True."""
@@ -71,10 +66,6 @@ class AbstractTask(eqx.Module):
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         """Encodes a row of data. Returns None if truncation leaves nothing to train on."""
-
-    @abc.abstractmethod
-    def layers(self, model: PyTree) -> Any:
-        """Returns the layers of a model, either as a list or as a single stacked layer."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
         """Returns the parts of the model that the task doesn't use, so that we don't adapt them."""

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from ...models import AbstractClassifier
 from ..data import Batch, Example, Tokens
 from ..rows import NO_LABEL, words_of
-from ..settings import DataSettings, TrainSettings
-from .classes import AbstractClassification, number_of, with_settings
+from .classes import AbstractClassification, number_of
 from .task import cross_entropy
 
 
@@ -33,12 +32,6 @@ class WordClasses(AbstractClassification):
     @classmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
         return isinstance(model, AbstractClassifier) and model.of_tokens
-
-    @classmethod
-    def begun(
-        cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
-    ) -> tuple[PyTree, DataSettings]:
-        return with_settings(model, train, data), data
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         words, tags = words_of(fields)
