@@ -138,8 +138,8 @@ class _Layer(NamedTuple):
         factor = np.linalg.cholesky(last_first)[::-1, ::-1]
         h = h + _SMALLEST * np.eye(len(h))
         pulls, ordered = (jnp.asarray(x / np.diag(x), jnp.float32) for x in (h, factor))
-        w, diagonal = jnp.asarray(w.T, jnp.float32), jnp.asarray(np.diag(h)[:, None], jnp.float32)
-        return cls(w, diagonal, pulls, jnp.asarray(order), ordered)
+        columns, diagonal = (jnp.asarray(x, jnp.float32) for x in (w.T, np.diag(h)[:, None]))
+        return cls(columns, diagonal, pulls, jnp.asarray(order), ordered)
 
 
 class _Fit(NamedTuple):
