@@ -84,8 +84,9 @@ def _of_blocks(preset: _Preset, tensors: Iterable[str], metadata: Mapping[str, A
         return found[0] if isinstance(found, list) else found
 
     layers, experts = size("block_count", 0), size("expert_count", 0)
-    heads = size("attention.head_count", 1)
-    sharing = heads // size("attention.head_count_kv", heads)
+    heads = size("attention.head_count", 0)
+    shared = size("attention.head_count_kv", heads)
+    sharing = heads // shared if shared else 0  # some layers of hybrid models have no heads
     is_70b = layers == 80 and (architecture == "qwen2" or (architecture == "llama" and sharing > 1))
     blocks = {m[0]: (int(m[1]), m[2]) for name in tensors if (m := _IN_BLOCK.fullmatch(name))}
     # Some layers have no values of their own. llama.cpp counts the others.
