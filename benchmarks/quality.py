@@ -119,6 +119,8 @@ class Figures(NamedTuple):
     """The share of places where its most probable next token is that of the dense model."""
     embeddings: Sequence[float] = ()
     """The relative error of MiniLM's embeddings."""
+    commit: str | None = None
+    """Of the code that measured them."""
 
 
 # Models and texts -----------------------------------------------------------------------------------
@@ -356,9 +358,13 @@ def table(record: dict[str, Any]) -> str:
 
 def made(record: dict[str, Any]) -> str:
     """Where the figures come from, as a line of Markdown."""
-    x = record["made"]
+    x, rows = record["made"], dict[str, list[str]]()
+    for row in record["schemes"]:
+        rows.setdefault(row["commit"], []).append(f"`{row['name']}`")
+    (most, _), *others = sorted(rows.items(), key=lambda pair: -len(pair[1]))
+    commits = "".join(f"; the rows {' and '.join(names)} at {commit}" for commit, names in others)
     return (
-        f"`{x['command']}` at commit {x['commit']}: {x['tokens']:,} tokens, Python {x['python']}, "
+        f"`{x['command']}` at commit {most}{commits}: {x['tokens']:,} tokens, Python {x['python']}, "
         f"JAX {x['jax']}, {x['processor']}."
     )
 
@@ -428,7 +434,6 @@ def origin(texts: jax.Array) -> dict[str, Any]:
     names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
     return {
         "command": "python -m benchmarks.quality --record",
-        "commit": provenance.commit(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "processor": names[0] if names else platform.processor(),
@@ -476,7 +481,7 @@ def measure_decoder(names: Sequence[str], record: Record) -> None:
     decoder: Any = _there("Gemma 3 270M", gemma) if names else None
     if decoder is None:
         return
-    made = origin(decoder.texts)
+    made, commit = origin(decoder.texts), provenance.commit()
     if record.keeps and record.dense and record.made["text"] != made["text"]:
         raise SystemExit(
             f"{RECORD} holds rows of another text, that of Python {record.made['python']}; this is Python "
@@ -488,16 +493,17 @@ def measure_decoder(names: Sequence[str], record: Record) -> None:
     record.keep()
     for name in names:
         found = of_decoder(decoder, SCHEMES[name], dense)
-        record.schemes[name] = record.schemes.get(name, Figures(name, 0.0))._replace(**found)
+        record.schemes[name] = record.schemes.get(name, Figures(name, 0.0))._replace(**found, commit=commit)
         _show(record, name)
 
 
 def measure_encoder(names: Sequence[str], record: Record) -> None:
     encoder: Any = _there("MiniLM", minilm) if names else None
+    commit = provenance.commit()
     for name in names if encoder is not None else ():
         size, errors = errors_of_embeddings(encoder, SCHEMES[name])
         row = record.schemes.get(name, Figures(name, size))
-        record.schemes[name] = row._replace(embeddings=errors)
+        record.schemes[name] = row._replace(embeddings=errors, commit=commit)
         _show(record, name)
 
 

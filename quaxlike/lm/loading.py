@@ -205,11 +205,13 @@ def save(
         [`quaxlike.lm.load`][] which can contain any type of weight, such as the ones produced by a recipe.
     - `quantize`: the type to convert weights to, for GGUF: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`,
         `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`.
-        Alternatively, a [`quaxlike.quantize`][] recipe or the name of one, where `"q4_k_m"`, `"q5_k_m"` and
-        `"mxfp4_moe"` choose the same types as llama.cpp's own tool. Weights already quantised to another type
-        are rounded again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for
-        the output layer (or tied embedding) if other weights have fewer bits, and use a fallback type for
-        rows that aren't a multiple of the block size. Defaults to the types that the weights already have.
+        Alternatively, a [`quaxlike.quantize`][] recipe or the name of one. If llama.cpp's own tool has a
+        preset of this name, then each weight has the same type as there: `"q4_k_m"`, `"q5_k_m"`,
+        `"mxfp4_moe"`, and all types but `"q3_k"`, `"q4_k"`, `"q5_k"` and `"mxfp4"`. For example, values have
+        5 bits in `"iq4_nl"` if four heads share them. Weights already quantised to another type are rounded
+        again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for the output
+        layer (or tied embedding) if other weights have fewer bits, and use a fallback type for rows that
+        aren't a multiple of the block size. Defaults to the types that the weights already have.
 
     **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
     unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a

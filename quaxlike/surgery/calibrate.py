@@ -10,26 +10,28 @@ Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 from ..arrays.quantized.search import SEARCHED
 
-# This is relative to the mean of the diagonal. Without it, the matrix can be singular if inputs are
-# correlated.
+# These are relative to the mean of the diagonal. Without the first, the matrix can be singular if inputs are
+# correlated; without the second, we would divide by zero if an input is always zero.
 _DAMPING = 0.01
+_SMALLEST = 1e-6
 # The number of columns per block. For efficiency, errors are only propagated to other blocks once per block.
-_AT_ONCE = 128
+_AT_ONCE = 64
 # The number of sweeps of coordinate descent over the columns.
 _SWEEPS = 2
-# The number of rounds, each of which optimises first the scales and then the codes.
-_ROUNDS = 2
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -68,7 +70,8 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     candidates = [like, _with_best_scales(start, w, np.diag(h))]
     if searches and order is None:
         candidates.append(like.requantized(dense, jnp.asarray(np.diag(h), jnp.float32)))
-    return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
+    layer = _Layer.of(w, h)
+    return min((_fitted(layer, scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
 
 
 def _by_importance(name: str, dense: Any, like: Any, importance: Any, searches: bool) -> Any:
@@ -89,49 +92,97 @@ def _shapes(name: str, inputs: int, found: tuple[int, ...]) -> str:
     return f"{name}: moments must have shape {wanted}; found {found}."
 
 
-def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
-    """Alternates between optimising codes and scales, and returns the best result along with its cost."""
-    grid = grid_of(start)
+class _Columns(NamedTuple):
+    """A `Grid` on the device. Its matrices are transposed, so that columns of the weight are contiguous."""
+
+    table: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+
+    @classmethod
+    def of(cls, grid: Grid) -> "_Columns":
+        return cls(*(jnp.asarray(x.T, jnp.float32) for x in (grid.table, grid.scale, grid.shift)))
+
+    def nearest(self, w: jax.Array) -> jax.Array:
+        safe = jnp.where(self.scale == 0, 1, self.scale)
+        middles = (self.table[:-1] + self.table[1:]) / 2
+        found = jnp.where(self.scale == 0, 0, (w - self.shift) / safe)
+        return jnp.searchsorted(middles, found, method="scan_unrolled").astype(jnp.int32)
+
+    def values(self, indices: jax.Array) -> jax.Array:
+        return self.table[indices] * self.scale + self.shift
+
+
+class _Layer(NamedTuple):
+    """A weight and its moments.
+
+    Given an error `e` in column `k`, the best value for column `j` is smaller by `e * pulls[k, j]`. In
+    coordinate descent, every other column is fixed, and these are the moments divided by their diagonal. In
+    GPTQ, only the columns before it are, and the ones behind it will make up for errors. If the moments are
+    factorised as `r rᵀ`, with `r` upper triangular, then its pulls are `r` divided by its diagonal.
+    """
+
+    w: jax.Array
+    diagonal: jax.Array
+    pulls: jax.Array
+    order: jax.Array
+    """The order in which GPTQ visits the columns."""
+    ordered_pulls: jax.Array
+    """Those of GPTQ, in its order."""
+
+    @classmethod
+    def of(cls, w: np.ndarray, h: np.ndarray) -> "_Layer":
+        h = h / max(float(np.mean(np.diag(h))), 1e-12)
+        order = np.argsort(-np.diag(h), kind="stable")
+        last_first = h[np.ix_(order[::-1], order[::-1])] + _DAMPING * np.eye(len(h))
+        factor = np.linalg.cholesky(last_first)[::-1, ::-1]
+        h = h + _SMALLEST * np.eye(len(h))
+        pulls, ordered = (jnp.asarray(x / np.diag(x), jnp.float32) for x in (h, factor))
+        columns, diagonal = (jnp.asarray(x, jnp.float32) for x in (w.T, np.diag(h)[:, None]))
+        return cls(columns, diagonal, pulls, jnp.asarray(order), ordered)
+
+
+class _Fit(NamedTuple):
+    """Codes, along with the sum of the pulls of all errors on each element, and the cost."""
+
+    indices: jax.Array
+    pulled: jax.Array
+    cost: jax.Array
+
+
+def _fitted(layer: _Layer, scales: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
+    """Optimises codes, then scales, and then codes again. Returns the best result and its cost."""
+    grid = _Columns.of(grid_of(scales))
     # Also try plain rounding, which can be better than GPTQ if `w` is almost on the grid already.
-    firsts = [_rounded(w, h, grid), grid.nearest(w)]
-    firsts = [_improved(indices, w, h, grid) for indices in firsts]
-    indices = min(firsts, key=lambda indices: _cost(grid.values(indices) - w, h))
-    best, least = start, np.inf
-    for _ in range(_ROUNDS):
-        cost = _cost(grid.values(indices) - w, h)
-        if cost < least:
-            best, least = with_codes(start, grid.codes[indices]), cost
-        start = _with_fitting_scales(start, indices, w, h)
-        grid = grid_of(start)
-        indices = _improved(indices, w, h, grid)
-    return best, least
+    first = _improved(layer, grid, min(_first(layer, grid), key=lambda fit: float(fit.cost)))
+    rescaled = _with_fitting_scales(scales, np.asarray(first.indices).T, w, h)
+    grid = _Columns.of(grid_of(rescaled))
+    second = _improved(layer, grid, _evaluated(layer, grid, first.indices))
+    fits = (scales, first), (rescaled, second)
+    best, fit = min(fits, key=lambda pair: float(pair[1].cost))
+    return with_codes(best, grid_of(best).codes[np.asarray(fit.indices).T]), float(fit.cost)
 
 
-def _cost(error: np.ndarray, h: np.ndarray) -> float:
-    return float(np.sum(error @ h * error))
+@jax.jit
+def _first(layer: _Layer, grid: _Columns) -> tuple[_Fit, _Fit]:
+    """Rounds by GPTQ, starting with the largest inputs; and to the nearest values."""
+    order = layer.order
+    ordered = _Columns(grid.table, grid.scale[order], grid.shift[order])
+    w = layer.w[order]
+    indices, *_ = _swept(ordered, layer.ordered_pulls, w, jnp.zeros_like(w))
+    gptq = indices[jnp.argsort(order)]
+    return _evaluated(layer, grid, gptq), _evaluated(layer, grid, grid.nearest(layer.w))
 
 
-def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Rounds by GPTQ, starting with the largest inputs. Returns indices into the grid's table."""
-    order = np.argsort(-np.diag(h), kind="stable")
-    w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
-    grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
-    h = h + np.diag(np.full(n, _DAMPING * max(float(np.mean(np.diag(h))), 1e-12)))
-    factor = np.linalg.cholesky(np.linalg.inv(h)).T
-    indices = np.empty(w.shape, np.int64)
-    for first in range(0, n, _AT_ONCE):
-        last = min(first + _AT_ONCE, n)
-        errors = np.empty((len(w), last - first))
-        for i in range(first, last):
-            indices[:, i] = grid.nearest(w[:, i], i)
-            error = (w[:, i] - grid.values(indices[:, i], i)) / factor[i, i]
-            w[:, i + 1 : last] -= error[:, None] * factor[i, i + 1 : last]
-            errors[:, i - first] = error
-        w[:, last:] -= errors @ factor[first:last, last:]
-    return indices[:, np.argsort(order)]
+@jax.jit
+def _evaluated(layer: _Layer, grid: _Columns, indices: jax.Array) -> _Fit:
+    error = grid.values(indices) - layer.w
+    pulled = _product(layer.pulls.T, error)
+    return _Fit(indices, pulled, jnp.sum(layer.diagonal * error * pulled))
 
 
-def _improved(indices: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
+@jax.jit
+def _improved(layer: _Layer, grid: _Columns, fit: _Fit) -> _Fit:
     """Performs coordinate descent over the columns (QuantEase).
 
     Each column is rounded optimally whilst all others are held fixed, which means that the cost never
@@ -139,24 +190,61 @@ def _improved(indices: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> 
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
-    indices = indices.copy()
-    h = h + np.diag(np.full(len(h), 1e-6 * max(float(np.mean(np.diag(h))), 1e-12)))
-    error = grid.values(indices) - w
-    slope = error @ h
-    for first in list(range(0, len(h), _AT_ONCE)) * _SWEEPS:
-        part = slice(first, first + _AT_ONCE)
-        before, own = error[:, part].copy(), h[part, part]
-        for j in range(len(own)):
-            i = first + j
-            wanted = w[:, i] + error[:, i] - slope[:, i] / h[i, i]
-            indices[:, i] = grid.nearest(wanted, i)
-            change = grid.values(indices[:, i], i) - w[:, i] - error[:, i]
-            error[:, i] += change
-            slope[:, part] += change[:, None] * own[j]
-        rest = np.ones(len(h), bool)
-        rest[part] = False
-        slope[:, rest] += (error[:, part] - before) @ h[part][:, rest]
-    return indices
+    found = grid.values(fit.indices), fit.pulled
+    indices = fit.indices
+    for _ in range(_SWEEPS):
+        indices, *found = _swept(grid, layer.pulls, *found)
+    values, pulled = found
+    return _Fit(indices, pulled, jnp.sum(layer.diagonal * (values - layer.w) * pulled))
+
+
+def _swept(
+    grid: _Columns, pulls: jax.Array, current: jax.Array, pulled: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds all columns one after the other, each to the value nearest to where the others pull it.
+
+    Returns the indices, the values, and the sum of their pulls, of which `pulled` is that of the current
+    values.
+    """
+    n = len(current)
+    block = min(_AT_ONCE, n)
+    more = [(0, -n % block), (0, 0)]
+    scale, shift, current, pulled = (jnp.pad(x, more) for x in (grid.scale, grid.shift, current, pulled))
+    pulls = jnp.pad(pulls, [more[0], more[0]])
+
+    def rounded_block(i: Any, carry: Any) -> Any:
+        indices, current, pulled = carry
+        first = i * block
+        part = _cut(pulls, first, block)
+        own = lax.dynamic_slice_in_dim(part, first, block, 1)
+        columns = _Columns(grid.table, _cut(scale, first, block), _cut(shift, first, block))
+        before = _cut(current, first, block)
+        wanted = before - _cut(pulled, first, block)
+
+        def rounded_column(j: Any, carry: Any) -> Any:
+            found, change = carry
+            column = _Columns(grid.table, columns.scale[j], columns.shift[j])
+            index = column.nearest(wanted[j] - _product(own[:, j], change))
+            return found.at[j].set(index), change.at[j].set(column.values(index) - before[j])
+
+        none = jnp.zeros(before.shape, jnp.int32), jnp.zeros_like(before)
+        found, change = lax.fori_loop(0, block, rounded_column, none)
+        indices = lax.dynamic_update_slice_in_dim(indices, found, first, 0)
+        current = lax.dynamic_update_slice_in_dim(current, columns.values(found), first, 0)
+        return indices, current, pulled + _product(part.T, change)
+
+    start = jnp.zeros(current.shape, jnp.int32), current, pulled
+    found = lax.fori_loop(0, len(current) // block, rounded_block, start)
+    indices, values, pulled = (x[:n] for x in found)
+    return indices, values, pulled
+
+
+def _cut(x: jax.Array, first: Any, count: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, first, count)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 def _with_fitting_scales(start: Any, indices: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
@@ -164,21 +252,30 @@ def _with_fitting_scales(start: Any, indices: np.ndarray, w: np.ndarray, h: np.n
 
     This does nothing unless the scales are free.
     """
-    rows, count = w.shape
     # (If there isn't one row of codes for each row of the matrix, then blocks might cross rows.)
-    if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:
+    if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != len(w):
         return start
     grid, block = grid_of(start), start.block
-    values, scale = grid.table[indices], grid.scale[:, ::block].copy()
-    slope = (grid.values(indices) - w) @ h
-    for i, first in enumerate(range(0, count, block)):
-        part = slice(first, first + block)
-        own = values[:, part]
-        curvature = np.sum(own @ h[part, part] * own, axis=1)
-        step = -np.sum(slope[:, part] * own, axis=1) / np.where(curvature > 0, curvature, np.inf)
-        scale[:, i] += step
-        slope += (step[:, None] * own) @ h[part]
-    return _scaled(start, jnp.asarray(scale, jnp.float32))
+    columns, moments = jnp.asarray(w.T, jnp.float32), jnp.asarray(h, jnp.float32)
+    steps = _scale_steps(_Columns.of(grid), columns, moments, jnp.asarray(indices.T, jnp.int32), block)
+    return _scaled(start, jnp.asarray(grid.scale[:, ::block], jnp.float32) + steps.T)
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _scale_steps(grid: _Columns, w: jax.Array, h: jax.Array, indices: jax.Array, block: int) -> jax.Array:
+    """Returns the change of the scale of each block and row, block by block."""
+    more = (0, -len(w) % block)
+    slope = jnp.pad(_product(h, grid.values(indices) - w), [more, (0, 0)])
+    values, h = jnp.pad(grid.table[indices], [more, (0, 0)]), jnp.pad(h, [more, more])
+
+    def step(slope: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own, part = _cut(values, first, block), _cut(h, first, block)
+        curvature = jnp.sum(own * _product(lax.dynamic_slice_in_dim(part, first, block, 1), own), axis=0)
+        gradient = jnp.sum(_cut(slope, first, block) * own, axis=0)
+        change = -gradient / jnp.where(curvature > 0, curvature, jnp.inf)
+        return slope + _product(part.T, own * change[None]), change
+
+    return lax.scan(step, slope, jnp.arange(0, len(values), block))[1]
 
 
 def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:

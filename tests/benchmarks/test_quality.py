@@ -159,6 +159,14 @@ def test_differences_are_taken_piece_by_piece(quality, record):
     assert lines[4] == "| `int8` | 8.00 | 2 | 14.88 | +0.2000 ± 0.1000 |  |  | 0.5000 ± 0.0000 |"
 
 
+def test_rows_of_another_commit_are_named(quality):
+    made = {"command": "run", "tokens": 8192, "python": "3.13", "jax": "0.12", "processor": "a CPU"}
+    commits = {"int8": "a1", "fp8": "a1", "int4": "a1", "nf4": "b2", "q4_k": "b2"}
+    rows = [{"name": name, "commit": commit} for name, commit in commits.items()]
+    line = quality.made({"made": made, "schemes": rows})
+    assert line.startswith("`run` at commit a1; the rows `nf4` and `q4_k` at b2: 8,192 tokens")
+
+
 def test_only_what_is_missing_is_measured(quality, record, monkeypatch):
     measured = []
     monkeypatch.setattr(

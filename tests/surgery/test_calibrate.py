@@ -120,6 +120,19 @@ def test_merging_meets_base_and_adapter(scheme):
     assert error(exact) < 0.25 * error(rounded)
 
 
+def test_another_weight_of_the_same_shape_compiles_nothing():
+    moments, seen = _moments(_model(), _inputs()), []
+    watch = lambda event, _, **about: seen.append(event) if "backend_compile" in event else None
+    ql.quantize(_model(), "int8", calibrate=moments)
+    other = jax.tree.map(lambda w: 2 * w, _model()), {"weight": 3 * moments["weight"]}
+    jax.monitoring.register_event_duration_secs_listener(watch)
+    try:
+        ql.quantize(other[0], "int8", calibrate=other[1])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(watch)
+    assert not seen
+
+
 @pytest.mark.parametrize(
     ("moments", "message"),
     [

@@ -13,6 +13,7 @@ from ...files.errors import CheckpointError, file_error, quoted
 from ..families import FAMILIES, Family, Gguf
 from ..folders.entries import warn_of_unknown
 from . import window_layers
+from .metadata import ModelKeys
 from .names import family_of
 
 # Maps metadata keys, without the architecture's prefix, to the equivalent entries of `config.json`.
@@ -47,11 +48,11 @@ def config_of(
 
     **Raises:** `CheckpointError` if any key's value has the wrong type.
     """
-    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
+    family, keys = family_of(metadata), ModelKeys(path, metadata)
     if family is None or family.gguf is None:
         return {}
     own = family.gguf
-    _warn_of_unknown(path, prefix, own, metadata)
+    _warn_of_unknown(keys, own)
     config: dict[str, Any] = {
         "architectures": [name for name in FAMILIES if FAMILIES[name] is family],
         "model_type": own.model_type, "dtype": "float32", **own.config,
@@ -59,22 +60,22 @@ def config_of(
     for key, entry in {**_KEYS, **own.keys}.items():
         if own.windowed and key in window_layers.LISTS:
             continue
-        if (value := _number(path, prefix + key, metadata)) is not None:
+        if (value := _number(keys, key)) is not None:
             config[entry] = None if value == own.nulls.get(entry) else value
     for key, (factor, other) in own.products.items():
-        product, known = _number(path, prefix + key, metadata), config.get(factor)
+        product, known = _number(keys, key), config.get(factor)
         if type(product) is int and type(known) is int and known > 0 and product % known == 0:
             config[other] = product // known
         elif product is not None:
-            raise file_error(path, prefix + key, f"{product} is no multiple of {factor}, which is {known}")
+            raise keys.error(key, f"{product} is no multiple of {factor}, which is {known}")
     if family.experts_beside:
         config[family.experts_beside] = bool(config.get("num_experts"))
-    if more := _more_layers(path, prefix, family, metadata):
+    if more := _more_layers(keys, family):
         config["num_hidden_layers"] -= more
-    if family.attends and (recurrent := metadata.get(prefix + _RECURRENT)) is not None:
-        config |= _recurrent(path, prefix, family, recurrent, config.get("num_hidden_layers", 0))
+    if family.attends and (recurrent := keys.get(_RECURRENT)) is not None:
+        config |= _recurrent(keys, family, recurrent, config.get("num_hidden_layers", 0))
     if _WINDOW in own.keys:
-        config |= _pattern(path, prefix, metadata, config.get("num_hidden_layers", 0))
+        config |= _pattern(keys, config.get("num_hidden_layers", 0))
     if "token_embd.weight" in shapes:
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
         tokens = metadata.get("tokenizer.ggml.tokens")
@@ -89,12 +90,12 @@ def config_of(
         config["query_pre_attn_scalar"] = _scalar(own, config)
     if own.windowed and "num_hidden_layers" in config:  # there is none in the file of an adapter
         config.pop("rope_theta", None)
-        config |= window_layers.entries_of(path, prefix, metadata, shapes, read, config)
+        config |= window_layers.entries_of(keys, config, shapes, read)
     else:
-        config |= _rope(path, metadata, prefix, config, shapes, read, family.partial)
+        config |= _rope(keys, config, shapes, read, family.partial)
     if own.rope_keys:
-        numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
-        original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
+        numbers = {name: _number(keys, key) for key, name in own.rope_keys.items()}
+        original = _number(keys, "rope.scaling.original_context_length")
         rope = {"rope_type": "default", **numbers, "original_max_position_embeddings": original}
         rope |= config.get("rope_scaling", {})
         config["rope_scaling"] = {name: x for name, x in rope.items() if x is not None}
@@ -111,31 +112,31 @@ _SECTIONS = "rope.dimension_sections"
 _RECURRENT = "attention.recurrent_layers"
 
 
-def _recurrent(path: Path, prefix: str, family: Family, found: Any, layers: Any) -> dict[str, Any]:
+def _recurrent(keys: ModelKeys, family: Family, found: Any, layers: Any) -> dict[str, Any]:
     """Reads which layers use the first mixer, from a list with one boolean per layer."""
     if not isinstance(found, list) or not all(type(x) in (bool, int) for x in found):
-        raise file_error(path, prefix + _RECURRENT, f"expected a list of booleans; found {quoted(found)}")
+        raise keys.error(_RECURRENT, f"expected a list of booleans; found {quoted(found)}")
     kinds = ("full_attention", next(iter(family.mixers)))
     return {"layer_types": [kinds[bool(x)] for x in found[:layers]]}
 
 
-def _more_layers(path: Path, prefix: str, family: Family, metadata: Mapping[str, Any]) -> int:
+def _more_layers(keys: ModelKeys, family: Family) -> int:
     """Returns how many of the last blocks only predict further tokens. We don't use these."""
-    more, count = (metadata.get(prefix + key) or 0 for key in (_MORE, "block_count"))
+    more, count = (keys.get(key) or 0 for key in (_MORE, "block_count"))
     if family.gguf is None or not family.gguf.predictors or not more:
         return 0
     if type(more) is not int or type(count) is not int or not 0 < more < count:
-        raise file_error(path, prefix + _MORE, f"expected fewer than {count} layers; found {quoted(more)}")
+        raise keys.error(_MORE, f"expected fewer than {count} layers; found {quoted(more)}")
     return more
 
 
 def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Finds the tensors in blocks that only predict further tokens."""
-    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
-    more = _more_layers(path, prefix, family, metadata) if family else 0
+    family, keys = family_of(metadata), ModelKeys(path, metadata)
+    more = _more_layers(keys, family) if family else 0
     if not more:
         return set()
-    first = metadata[f"{prefix}block_count"] - more
+    first = keys.get("block_count") - more
     blocks = {name: re.match(r"blk\.(\d+)\.", name) for name in names}
     return {name for name, found in blocks.items() if found and int(found[1]) >= first}
 
@@ -145,11 +146,11 @@ def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, 
 
     Some keys have a list with one value per block. These lists are shortened as well.
     """
-    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
-    more = _more_layers(path, prefix, family, metadata) if family else 0
+    family, keys = family_of(metadata), ModelKeys(path, metadata)
+    more = _more_layers(keys, family) if family else 0
     if not more:
         return dict(metadata)
-    count = metadata[f"{prefix}block_count"]
+    prefix, count = keys.prefix, keys.get("block_count")
 
     def cut(key: str, x: Any) -> Any:
         is_of_layers = key.startswith(prefix) and isinstance(x, list | np.ndarray) and len(x) == count
@@ -181,71 +182,64 @@ _WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type",
 _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
 
 
-def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
+def _warn_of_unknown(keys: ModelKeys, own: Gguf) -> None:
     """Warns about unrecognised keys that start with the architecture's prefix.
 
     This is because any such key might change the model in a way that we don't know about.
     """
-    keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
+    prefix = keys.prefix
+    found = {key.removeprefix(prefix): x for key, x in keys.metadata.items() if key.startswith(prefix)}
     known = {*_KEYS, *own.keys, *own.products, *own.rope_keys, own.marker, *_OTHERS}
     known |= {*_WITHOUT_EFFECT, *([_SECTIONS] if own.sections else [])}
     known |= {*window_layers.KEYS} if own.windowed else set()
-    unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
-    warn_of_unknown(str(path), unknown, ())
+    unknown = {f"{prefix}{key}": x for key, x in found.items() if key not in known and _ONLY.get(key) != x}
+    warn_of_unknown(str(keys.path), unknown, ())
 
 
-def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
+def _number(keys: ModelKeys, key: str) -> int | float | None:
     """Reads a number, which can be stored either once or per layer. Returns None if the key is missing."""
-    value: Any = metadata.get(key)
+    value = keys.get(key)
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
     if number is not None and type(number) not in (int, float):
-        raise file_error(path, key, f"expected one number; found {quoted(value)}")
+        raise keys.error(key, f"expected one number; found {quoted(value)}")
     return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
-def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) -> dict[str, Any]:
+def _pattern(keys: ModelKeys, layers: Any) -> dict[str, Any]:
     """Reads which layers use sliding-window attention, for files that specify this per layer."""
-    key = f"{prefix}{_WINDOW}_pattern"
-    found = metadata.get(key)
+    found = keys.get(window_layers.PATTERN)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
         return {"layer_types": [_TYPES[bool(x)] for x in found]}
     if type(found) is int:
         if type(layers) is not int or not 0 <= layers < _LARGEST:
-            raise file_error(
-                path, f"{prefix}block_count", f"expected the number of layers; found {quoted(layers)}"
-            )
+            raise keys.error("block_count", f"expected the number of layers; found {quoted(layers)}")
         return {"layer_types": [_TYPES[not found or (i + 1) % found != 0] for i in range(layers)]}
     if found is not None:
-        raise file_error(path, key, f"expected a number, or a list of booleans; found {quoted(found)}")
+        problem = f"expected a number, or a list of booleans; found {quoted(found)}"
+        raise keys.error(window_layers.PATTERN, problem)
     return {}
 
 
 def _rope(
-    path: Path,
-    metadata: Mapping[str, Any],
-    prefix: str,
+    keys: ModelKeys,
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     partial: bool,
 ) -> dict[str, Any]:
     """Reads how much of each head is rotated and how the rotary frequencies are scaled."""
-
-    def get(key: str) -> Any:
-        return metadata.get(f"{prefix}rope.{key}")
-
     out: dict[str, Any] = {}
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
-    if isinstance(rotated := get("dimension_count"), int) and size and (partial or rotated != size):
+    if isinstance(rotated := keys.get("rope.dimension_count"), int) and size and (partial or rotated != size):
         if not partial and size < _LARGEST:  # impossible sizes are reported elsewhere with a clearer message
-            key, name = f"{prefix}rope.dimension_count", config["model_type"]
-            raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
+            problem = f"expected {size}: {config['model_type']!r} rotates whole heads; found {rotated}"
+            raise keys.error("rope.dimension_count", problem)
         out["partial_rotary_factor"] = rotated / size
     elif partial and rotated is None:
         out["partial_rotary_factor"] = 1.0  # as in llama.cpp, whatever transformers' default is
-    original = get("scaling.original_context_length") or config.get("max_position_embeddings")
+    original = keys.get("rope.scaling.original_context_length") or config.get("max_position_embeddings")
     if "rope_freqs.weight" in shapes:  # llama.cpp divides the frequencies by these factors, as in Llama 3
         factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
         out["rope_scaling"] = {
@@ -261,44 +255,43 @@ def _rope(
             "rope_type": "longrope", "short_factor": short, "long_factor": long,
             "original_max_position_embeddings": original,
         }  # fmt: skip
-        if factor := get("scaling.attn_factor"):
+        if factor := keys.get("rope.scaling.attn_factor"):
             out["rope_scaling"]["attention_factor"] = factor
-    elif (kind := get("scaling.type")) not in (None, "none"):
+    elif (kind := keys.get("rope.scaling.type")) not in (None, "none"):
         out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
-        factor: Any = get("scaling.factor")
+        factor = keys.get("rope.scaling.factor")
         if type(factor) not in (int, float):
-            raise file_error(
-                path, f"{prefix}rope.scaling.factor", f"expected a number; found {quoted(factor)}"
-            )
+            raise keys.error("rope.scaling.factor", f"expected a number; found {quoted(factor)}")
         out["rope_scaling"]["factor"] = factor
         if kind == "yarn":
-            out["rope_scaling"] |= _yarn(path, f"{prefix}rope.scaling.", metadata, factor)
+            out["rope_scaling"] |= _yarn(keys, factor)
     return out
 
 
 _LOG = "yarn_log_multiplier"
 
 
-def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
+def _yarn(keys: ModelKeys, factor: float) -> dict[str, Any]:
     """Reads all YaRN parameters apart from the scaling factor.
 
     Note that llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor
     that YaRN derives from `factor`, whereas the `attention_factor` in transformers is their product.
     """
-    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
-    found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
-    for key, value in found.items():
+    names = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
+    given = {name: keys.get(f"rope.scaling.{name}") for name in names}
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
         if not is_finite(value):
-            raise file_error(path, prefix + key, f"expected a number; found {quoted(value)}")
+            raise keys.error(f"rope.scaling.{name}", f"expected a number; found {quoted(value)}")
     if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1 is llama.cpp's default
-        raise file_error(path, f"{prefix}yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
+        raise keys.error("rope.scaling.yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
     out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
     for key in ("attn_factor", "yarn_attn_factor"):
         if key in found:
             out["attention_factor"] = found[key] * _grown(factor)
     if share := found.get(_LOG):  # transformers calls this mscale_all_dim
         if share < 0:
-            raise file_error(path, prefix + _LOG, f"expected a positive number; found {quoted(share)}")
+            raise keys.error(f"rope.scaling.{_LOG}", f"expected a positive number; found {quoted(share)}")
         out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
     return out
 

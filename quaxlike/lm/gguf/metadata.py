@@ -7,14 +7,33 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import numpy as np
 
-from ...files.errors import file_error, quoted
+from ...files.errors import CheckpointError, file_error, quoted
 
 MAGIC = b"GGUF"
+
+
+class ModelKeys(NamedTuple):
+    """The metadata of a file's model, whose keys start with the architecture's name. It is left out here."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.metadata.get('general.architecture')}."
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(self.prefix + key, default)
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        return file_error(self.path, self.prefix + key, problem)
+
+
 _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
 _DTYPES = tuple(None if name is None else np.dtype(name) for name in _NUMBERS)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES) if dtype is not None}

@@ -7,12 +7,12 @@ of layers without a window.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...files.errors import file_error, quoted
+from ...files.errors import quoted
+from .metadata import ModelKeys
 
 PATTERN = "attention.sliding_window_pattern"
 FACTORS = "rope_freqs.weight"
@@ -26,30 +26,32 @@ _NEVER = 1e30  # what llama.cpp divides a frequency by in order for it to be zer
 
 
 def entries_of(
-    path: Path,
-    prefix: str,
-    metadata: Mapping[str, Any],
+    keys: ModelKeys,
+    config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
-    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Reads the entries of `config.json` that depend on the kind of layer.
 
-    `config` contains everything that was already read.
+    `config` contains everything that was already read, `shapes` has those of all tensors, and `read` loads a
+    single one.
 
     **Raises:** `CheckpointError` if a key's value has the wrong type, or if llama.cpp couldn't run the model.
     """
-    windows = _windows(path, prefix, config)
-    shared = _shared(path, prefix, windows, config)
-    near, far = _by_window(path, f"{prefix}{LISTS[0]}", metadata, windows)
+    windows = _windows(keys, config)
+    shared = _shared(keys, windows, config)
+    near, far = _by_window(keys, LISTS[0], windows)
     out: dict[str, Any] = {"num_key_value_heads": near, "num_global_key_value_heads": far}
-    out |= _widths(path, f"{prefix}{LISTS[1]}", metadata, len(windows), shared)
+    out |= _widths(keys, LISTS[1], len(windows), shared)
     own = [i for i, window in enumerate(windows[: len(windows) - shared]) if not window]
     out["attention_k_eq_v"] = not any(f"blk.{i}.attn_v.weight" in shapes for i in own)
     if far != near and not out["attention_k_eq_v"]:  # only this entry can express it
         sizes = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": far}
         out["per_layer_config"] = {str(i): sizes for i, window in enumerate(windows) if not window}
-    return out | {"rope_parameters": _rope(path, prefix, metadata, shapes, read, config)}
+    rope = _rope(keys, config)
+    if FACTORS in shapes:
+        rope[_GLOBAL] |= _scaled(read(FACTORS).astype(np.float64).reshape(-1).tolist(), config)
+    return out | {"rope_parameters": rope}
 
 
 def values_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +94,18 @@ def factors_of(size: int, rope: Mapping[str, Any]) -> np.ndarray:
     return np.where(np.arange(size // 2) < int(share * size // 2), factor, _NEVER).astype(np.float32)
 
 
-def _windows(path: Path, prefix: str, config: Mapping[str, Any]) -> list[bool]:
+def _windows(keys: ModelKeys, config: Mapping[str, Any]) -> list[bool]:
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise file_error(path, prefix + PATTERN, f"expected a boolean for each of {quoted(layers)} layers")
+        raise keys.error(PATTERN, f"expected a boolean for each of {quoted(layers)} layers")
     windows = [kind == _WINDOW for kind in kinds]
     if not any(windows) or windows[-1]:
         problem = "llama.cpp needs layers with a window, and a last layer without"
-        raise file_error(path, prefix + PATTERN, f"{problem}; found {quoted(windows)}")
+        raise keys.error(PATTERN, f"{problem}; found {quoted(windows)}")
     return windows
 
 
-def _shared(path: Path, prefix: str, windows: Sequence[bool], config: Mapping[str, Any]) -> int:
+def _shared(keys: ModelKeys, windows: Sequence[bool], config: Mapping[str, Any]) -> int:
     """Reads how many of the last layers read another layer's keys and values.
 
     llama.cpp always takes these from the two layers before them, whereas in transformers it's the last layer
@@ -111,85 +113,64 @@ def _shared(path: Path, prefix: str, windows: Sequence[bool], config: Mapping[st
     """
     shared = config.get("num_kv_shared_layers") or 0
     if type(shared) is not int or not 0 <= shared < len(windows):
-        raise file_error(
-            path, prefix + _SHARED, f"expected fewer than {len(windows)} layers; found {quoted(shared)}"
-        )
+        raise keys.error(_SHARED, f"expected fewer than {len(windows)} layers; found {quoted(shared)}")
     before = list(windows[: len(windows) - shared][-2:])
     if shared and before != [True, False]:
         problem = "in llama.cpp the two layers before these have a window, and none"
-        raise file_error(path, prefix + _SHARED, f"{problem}; found windows={quoted(before)}")
+        raise keys.error(_SHARED, f"{problem}; found windows={quoted(before)}")
     return shared
 
 
-def _numbers(path: Path, key: str, metadata: Mapping[str, Any], layers: int) -> list[int] | None:
+def _numbers(keys: ModelKeys, key: str, layers: int) -> list[int] | None:
     """Reads one integer per layer. Returns None if the key is missing."""
-    value = metadata.get(key)
+    value = keys.get(key)
     numbers = [value] * layers if type(value) is int else value
     if numbers is None:
         return None
     if not isinstance(numbers, list) or len(numbers) != layers or any(type(x) is not int for x in numbers):
-        raise file_error(
-            path, key, f"expected a number, or one for each of {layers} layers; found {quoted(value)}"
-        )
+        raise keys.error(key, f"expected a number, or one for each of {layers} layers; found {quoted(value)}")
     return numbers
 
 
-def _by_window(
-    path: Path, key: str, metadata: Mapping[str, Any], windows: Sequence[bool]
-) -> tuple[int | None, int | None]:
+def _by_window(keys: ModelKeys, key: str, windows: Sequence[bool]) -> tuple[int | None, int | None]:
     """Reads a number for layers with a window, and one for those without."""
-    numbers = _numbers(path, key, metadata, len(windows))
+    numbers = _numbers(keys, key, len(windows))
     if numbers is None:
         return None, None
     kinds = [
         {x for x, window in zip(numbers, windows, strict=True) if window is kind} for kind in (True, False)
     ]
     if any(len(kind) != 1 for kind in kinds):
-        raise file_error(path, key, f"expected a number for each kind of layer; found {quoted(numbers)}")
+        raise keys.error(key, f"expected a number for each kind of layer; found {quoted(numbers)}")
     return kinds[0].pop(), kinds[1].pop()
 
 
-def _widths(path: Path, key: str, metadata: Mapping[str, Any], layers: int, shared: int) -> dict[str, Any]:
-    numbers = _numbers(path, key, metadata, layers)
+def _widths(keys: ModelKeys, key: str, layers: int, shared: int) -> dict[str, Any]:
+    numbers = _numbers(keys, key, layers)
     if numbers is None:
         return {}
     first, last = numbers[0], numbers[-1] if shared else numbers[0]
     if numbers != [first] * (layers - shared) + [last] * shared or last not in (first, 2 * first):
         problem = f"expected twice the size in the last {shared} layers, or the same in all"
-        raise file_error(path, key, f"{problem}; found {quoted(numbers)}")
+        raise keys.error(key, f"{problem}; found {quoted(numbers)}")
     return {"intermediate_size": first, "use_double_wide_mlp": last != first}
 
 
-def _rope(
-    path: Path,
-    prefix: str,
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
-    scaling = metadata.get(f"{prefix}rope.scaling.type")
+def _rope(keys: ModelKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the rotary parameters of each kind of layer, apart from those that the tensor holds."""
+    scaling = keys.get("rope.scaling.type")
     if scaling not in (None, "none"):
-        raise file_error(
-            path, f"{prefix}rope.scaling.type", f"expected {FACTORS} instead; found {quoted(scaling)}"
-        )
+        raise keys.error("rope.scaling.type", f"expected {FACTORS} instead; found {quoted(scaling)}")
     out: dict[str, Any] = {}
     rotated: Any = None
     for kind, end, entry in ((_GLOBAL, "", "global_head_dim"), (_WINDOW, "_swa", "head_dim")):
-        size, base = config.get(entry), metadata.get(f"{prefix}rope.freq_base{end}", 10000.0)
+        size, base = config.get(entry), keys.get(f"rope.freq_base{end}", 10000.0)
         if type(size) is not int or type(base) not in (int, float):
-            raise file_error(
-                path, f"{prefix}attention.key_length{end}", f"expected a size; found {quoted(size)}"
-            )
-        rotated = metadata.get(f"{prefix}rope.dimension_count{end}", rotated or size)
+            raise keys.error(f"attention.key_length{end}", f"expected a size; found {quoted(size)}")
+        rotated = keys.get(f"rope.dimension_count{end}", rotated or size)
         if rotated != size:
-            raise file_error(
-                path, f"{prefix}rope.dimension_count{end}", f"expected {size}; found {quoted(rotated)}"
-            )
+            raise keys.error(f"rope.dimension_count{end}", f"expected {size}; found {quoted(rotated)}")
         out[kind] = {"rope_type": "default", "rope_theta": float(str(np.float32(base)))}
-    if FACTORS in shapes:
-        factors = read(FACTORS).astype(np.float64).reshape(-1)
-        out[_GLOBAL] |= _scaled(factors.tolist(), config)
     return out
 
 

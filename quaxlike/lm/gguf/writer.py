@@ -3,7 +3,7 @@
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def file_type_of(kind: str) -> int:
 #: Fallback types for rows that are not a multiple of the block size, as in llama.cpp. (Types with blocks of
 #: 32 fall back to float16.)
 _INSTEAD = {
-    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
+    "q2_k": "q4_0", "q3_k": "q4_0", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
 # Tensors that llama.cpp requires to be float32, regardless of the type of all other weights.
@@ -93,12 +93,15 @@ class Mixture(NamedTuple):
     - `output`: the type for the output layer, unless it appears in `kinds`. If None, then it is treated like
         any other array.
     - `file_type`: llama.cpp's number for the file type. If None, then this is the most common weight type.
+    - `by_tensor`: returns the types of those of llama.cpp's tensors that aren't of the type `rest`, given the
+        names of all tensors and the metadata.
     """
 
     kinds: Mapping[str, str]
     rest: str | None = None
     output: str | None = None
     file_type: int | None = None
+    by_tensor: Callable[[Iterable[str], Mapping[str, Any]], Mapping[str, str]] | None = None
 
 
 class _WrittenTensor(NamedTuple):
@@ -129,11 +132,18 @@ def write(
     tensors: dict[str, _WrittenTensor] = {}
     # As in llama.cpp, a tied embedding has the output's type, and so does that of each layer.
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else _EMBEDDINGS
-    for name, value in mapping.items():
-        for part in parts_of(path, name, value, known):
-            if part.tensor in tensors:
-                raise file_error(path, name, f"two entries would be called {part.tensor!r}")
-            tensors[part.tensor] = _tensor(path, name, value, part, mixture, outputs)
+    parts = [(name, part) for name, value in mapping.items() for part in parts_of(path, name, value, known)]
+    chosen: Mapping[str, str] = {}
+    if mixture is not None and mixture.by_tensor is not None:
+        chosen = mixture.by_tensor([part.tensor for _, part in parts], known)
+    for name, part in parts:
+        if part.tensor in tensors:
+            raise file_error(path, name, f"two entries would be called {part.tensor!r}")
+        kind = None
+        if mixture is not None:
+            output = mixture.output if part.tensor in outputs else None
+            kind = mixture.kinds.get(name) or output or chosen.get(part.tensor) or mixture.rest
+        tensors[part.tensor] = _tensor(path, name, mapping[name], part, mixture, kind)
     keys = {k: v for k, v in metadata.items() if not k.startswith("split.")}
     keys["general.alignment"] = _ALIGNMENT
     sizes = Counter[str]()
@@ -217,7 +227,7 @@ def _tensor(
     value: Any,
     part: TensorPart,
     mixture: Mixture | None,
-    outputs: Collection[str],
+    wanted: str | None,
 ) -> _WrittenTensor:
     def of(value: Any) -> Any:
         value = value if part.cut is None else part.cut(value)
@@ -230,7 +240,7 @@ def _tensor(
         shape = (len(part.rows), *shape[1:])
     if not 1 <= len(shape) <= 4:
         raise file_error(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
-    kind = _kind(path, name, stored, part, mixture, outputs)
+    kind = _kind(path, name, stored, part, mixture, wanted)
     rows = slice(None) if part.rows is None else part.rows
 
     def read() -> np.ndarray:
@@ -244,12 +254,10 @@ def _tensor(
 
 
 def _kind(
-    path: Path, name: str, value: Any, part: TensorPart, mixture: Mixture | None, outputs: Collection[str]
+    path: Path, name: str, value: Any, part: TensorPart, mixture: Mixture | None, wanted: str | None
 ) -> str:
     out = part.tensor
     own = next((kind for kind in _KINDS if _is_stored(value, kind, part.columns)), None)
-    wanted = mixture and mixture.kinds.get(name, mixture.output if out in outputs else None)
-    wanted = wanted or (mixture and mixture.rest)
     if is_value(value) and own is None and not (wanted and isinstance(value, AbstractQuantizedArray)):
         raise file_error(
             path,

@@ -81,7 +81,8 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
                 )
             if own and part.tensor in own.without_adapters:
                 raise ValueError(
-                    f"{name}: llama.cpp does not apply adapters to {part.tensor}. Merge the adapter instead."
+                    f"{name}: llama.cpp does not apply adapters to {part.tensor}. Merge them into the model "
+                    "with `quaxlike.merge` and save that, or `exclude` this layer when you adapt the model."
                 )
             a, b, scaling = _factors(name, x, part.cut)
             a = a if part.columns is None else a[..., part.columns]

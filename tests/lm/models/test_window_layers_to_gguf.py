@@ -69,7 +69,9 @@ def test_adapters_and_quantised_weights(checkpoint, tmp_path):
         merged, base = (_in_file(tmp_path / path, name) for path in ("merged.gguf", "base.gguf"))
         np.testing.assert_allclose(b @ a, merged - base, atol=1e-5, err_msg=name)
     ignored = _adapted(model, where=["per_layer_model_projection"])
-    with pytest.raises(ValueError, match=r"does not apply adapters to per_layer_model_proj\.weight"):
+    with pytest.raises(
+        ValueError, match=r"to per_layer_model_proj\.weight\. Merge them .* or `exclude` this layer"
+    ):
         peft.save_gguf_adapter(tmp_path / "ignored.gguf", ignored, source)
     save(tmp_path / "q.gguf", model, source, format="gguf", quantize="q4_0")
     kinds = {name: tensor.kind for name, tensor in open_gguf(tmp_path / "q.gguf")._tensors.items()}
