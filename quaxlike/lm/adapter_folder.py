@@ -11,8 +11,10 @@ from ..arrays.adapted import AdaptedArray
 from ..files import safetensors
 from ..files.errors import CheckpointError
 from ..files.json_text import read_json_file
+from .models.vocabulary import resize_vocabulary
 from .peft import load_adapter
 from .peft.config import files_of
+from .peft.load import VocabularySizeError
 from .tokenizer import read_templates
 
 #: The name of the file in our own format.
@@ -27,11 +29,17 @@ def holds_own(folder: Path) -> bool:
 def read_adapter(folder: Path, model: Any) -> Any:
     """Adds the adapter from a folder to a model.
 
+    If the vocabulary was resized before the adapter was trained, then we do so as well. (The adapter has the
+    new embeddings.)
+
     **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. In addition, `CheckpointError` if
     `run.json` names a module with a type of the user's own, and there is no such module.
     """
     if not holds_own(folder):
-        return load_adapter(folder, model)
+        try:
+            return load_adapter(folder, model)
+        except VocabularySizeError as error:
+            return load_adapter(folder, resize_vocabulary(model, error.n))
     return safetensors.load_adapters(folder / OWN_FILE, model, types=_types_in(folder))
 
 

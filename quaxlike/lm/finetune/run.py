@@ -34,6 +34,7 @@ from ..folders.model_config import UnsupportedConfigError
 from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
 from ..models import AbstractClassifier, AbstractDecoder
+from ..models.vocabulary import is_of_tokens
 from ..peft.save import tensors_and_config
 from ..to_gguf import described
 from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
@@ -178,6 +179,7 @@ def _prepare(
         )
         if warning := other_tokenizer(train.adapter, train.model):
             console.print(warning, markup=False)
+        _check_tokens(model, [*training, *held_out], train.adapter)
     del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
@@ -390,6 +392,17 @@ def _warn_of_endless(path: Path, examples: list[Example], tokens: Tokens, consol
             "generation does not stop: the files of the tokeniser name no eos_token, or the chat template "
             "writes none after an answer.",
             markup=False,
+        )
+
+
+def _check_tokens(model: PyTree, examples: list[Example], adapter: Path) -> None:
+    """Raises an error if a token has no embedding, because the adapter's vocabulary is smaller."""
+    last = max(token for example in examples for text in example.texts for token in text)
+    sizes = [x.shape[max(x.ndim - 2, 0)] for name, x in named_arrays(model).items() if is_of_tokens(name)]
+    if sizes and last >= min(sizes):
+        raise FinetuneError(
+            f"--adapter {adapter} was trained with {min(sizes)} tokens, and the data has the token {last}: "
+            "use the tokeniser that the adapter was trained with."
         )
 
 

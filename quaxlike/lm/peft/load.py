@@ -51,6 +51,14 @@ from .towers import leave_out_other_parts, tower_in
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
 
+class VocabularySizeError(CheckpointError):
+    """Raised if an adapter was trained after the vocabulary of its model had been resized."""
+
+    def __init__(self, message: str, n: int) -> None:
+        super().__init__(message)
+        self.n = n
+
+
 @checked
 def load_adapter(
     directory: str | os.PathLike[str],
@@ -288,10 +296,13 @@ def _read_whole(
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
-        raise file.error(
-            key, f"expected shape {expected}; found {found}. The adapter was trained with {found[0]} tokens: "
-            f"load it on `quaxlike.lm.resize_vocabulary(model, {found[0]})`"
-        )  # fmt: skip
+        n = found[0]
+        error = file.error(
+            key,
+            f"expected shape {expected}; found {found}. The adapter was trained with {n} tokens: load it on "
+            f"`quaxlike.lm.resize_vocabulary(model, {n})`",
+        )
+        raise VocabularySizeError(str(error), n)
     return stored.take(file.read(key, expected), leaf.shape)
 
 

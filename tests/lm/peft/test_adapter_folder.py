@@ -7,11 +7,14 @@ import jax
 import pytest
 
 import quaxlike as ql
-from quaxlike.lm import load, peft
+from quaxlike.lm import load, peft, resize_vocabulary
 from quaxlike.lm.adapter_folder import other_tokenizer
 from quaxlike.lm.convert import main as convert
+from quaxlike.lm.finetune.__main__ import main as finetune
+from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.made import checkpoint
 from tests.lm.test_marks import tokeniser
+from tests.samples import tree_equal
 
 
 @pytest.fixture
@@ -64,3 +67,24 @@ def test_conversion_warns(has_own, tmp_path, capsys):
         (base / "tokenizer.json").unlink()
     assert convert([str(base), str(tmp_path / "out"), f"--adapter={adapter}"]) == 0
     assert f"Warning: {adapter} has a tokeniser of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [3, -60])
+def test_a_vocabulary_that_was_resized(more, tmp_path, capsys):
+    """Its embeddings are in the file, and commands give the model as many rows."""
+    base, adapter, out = (tmp_path / x for x in ("base", "adapter", "out"))
+    checkpoint(base, "qwen2")
+    model, config = load(base)
+    n = config["vocab_size"] + more
+    model = ql.loraify(resize_vocabulary(model, n), rank=2, where=["q_proj"], key=jax.random.key(0))
+    peft.save_adapter(adapter, model)
+    assert convert([str(base), str(out), f"--adapter={adapter}"]) == 0
+    found, config = load(out)
+    assert config["vocab_size"] == n
+    assert tree_equal(named_arrays(found), named_arrays(ql.merge(model)))
+    if more < 0:
+        data = tmp_path / "data.jsonl"
+        data.write_text('{"text": "a text that ends in ÿ"}\n' * 4)
+        run = [f"--model={base}", f"--data={data}", f"--output={tmp_path / 'run'}", f"--adapter={adapter}"]
+        assert finetune(run) == 2
+        assert f"was trained with {n} tokens, and the data has the token" in capsys.readouterr().err
