@@ -338,8 +338,8 @@ def _next(
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
         room = _room(memory)
         seen = jnp.ones(room, bool) if seen is None else seen
-        # Mask out padding. Also mask out anything in the memory that we have yet to write.
-        seen = seen & (jnp.arange(room) <= start + last)
+        if width > 1:  # mask out anything after `last`, which recurrent layers would take in
+            seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
 

@@ -272,7 +272,7 @@ def test_messages(llama, tmp_path):
 def test_a_head_in_4_bits_is_trained(llama, base, tmp_path):
     """As a dense one: PEFT's files hold no other."""
     model = with_classifier(base[0], ["high", "low"], key=jax.random.key(0))
-    save(tmp_path / "base", ql.quantize(model, "nf4"), llama)
+    save(tmp_path / "base", ql.quantize(model, "nf4", where=["score"]), llama)
     assert isinstance(load(tmp_path / "base")[0].score.weight, ql.NF4Array)
     out, _ = run_of(tmp_path / "base", tmp_path, NAMED)
     assert json.loads((out / "adapter_config.json").read_text())["modules_to_save"] == ["score"]

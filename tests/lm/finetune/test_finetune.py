@@ -99,8 +99,9 @@ def random_encoder(folder, kind):
     """Like published ones, a decoder that embeds has no output layer, and its tensors no common prefix."""
     architecture, make, read = ENCODERS[kind]
     sizes = {
-        "vocab_size": 14, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+        "vocab_size": 14, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 20, "architectures": [architecture],
+        **({"head_dim": 8} if kind == "embedder" else {}),
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sizes))
