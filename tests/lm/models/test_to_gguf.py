@@ -373,7 +373,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -401,6 +401,34 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
         *(
             (name, {"head_dim": 64}, "has heads of .* numbers together, for hidden_size=.* to be equal")
             for name in ("qwen2", "qwen2_moe", "phi3")
+        ),
+        *(
+            ("gemma4_text", changes, message)
+            for changes, message in (
+                (
+                    {"num_kv_shared_layers": 2},
+                    r"the two layers before these have a window, and none; found .*True",
+                ),
+                ({"layer_types": ["full_attention"] * 5}, "no layer with a window; llama.cpp needs one"),
+                ({"vocab_size_per_layer_input": 300}, "GGUF cannot say vocab_size_per_layer_input=300"),
+                ({"attention_bias": True}, "GGUF cannot say attention_bias=True"),
+                ({"rope_parameters": {"full_attention": _YARN}}, "rope_type='yarn'"),
+                (
+                    {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+                    "GGUF cannot say ropes=",
+                ),
+            )
+        ),
+        *(
+            ("qwen3_5_text", changes, message)
+            for changes, message in (
+                ({"linear_value_head_dim": 8}, "linear_value_head_dim=8; llama.cpp takes these to be equal"),
+                (
+                    {"layer_types": ["full_attention"] * 2 + ["linear_attention"]},
+                    "GGUF cannot say mixers=",
+                ),
+                ({"rms_norm_eps": 0.1}, "rms_norm_eps=0.1; above 1e-05, llama.cpp computes something else"),
+            )
         ),
     ],
 )

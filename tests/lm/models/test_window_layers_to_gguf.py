@@ -126,27 +126,6 @@ def test_factors_of_frequencies(checkpoint, tmp_path):
     assert scaled[15] > 0
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_kv_shared_layers": 2}, r"the two layers before these have a window, and none; found .*True"),
-        ({"layer_types": ["full_attention"] * 5}, "no layer with a window; llama.cpp needs one"),
-        ({"vocab_size_per_layer_input": 300}, "GGUF cannot say vocab_size_per_layer_input=300"),
-        ({"attention_bias": True}, "GGUF cannot say attention_bias=True"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "rope_type='yarn'"),
-        (
-            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "GGUF cannot say ropes=",
-        ),
-    ],
-)
-def test_models_that_llama_cpp_would_compute_differently(changes, message, checkpoint, tmp_path):
-    source, model = checkpoint("gemma4_text", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        save(tmp_path / "m.gguf", model, source, format="gguf")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
