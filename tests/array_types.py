@@ -127,6 +127,9 @@ CORNERS: dict[str, Make] = {
         _dense(k, 2, 4, 4), _dense(k, 2, 4), _dense(k, 4, 2)
     ),
     "LoraArray, embedding": lambda k=0: _lora(_dense(k), k, out_axes=(-1,), in_axes=(-2,)),
+    "LoraArray, magnitude, embedding": lambda k=0: _lora(
+        _dense(k), k, magnitude=1.0 + _dense(k, 4), out_axes=(-1,), in_axes=(-2,)
+    ),
     "LoraArray, row": lambda k=0: ql.LoraArray(_dense(k, 1, 4), _dense(k, 2, 4), _dense(k, 1, 2)),
     "LoraArray, rank 0": lambda k=0: ql.LoraArray(_dense(k), _dense(k, 0, 4), _dense(k, 4, 0)),
     "LoraArray, empty": lambda k=0: ql.LoraArray(_dense(k, 0, 4), _dense(k, 2, 4), _dense(k, 0, 2)),
@@ -149,8 +152,15 @@ CORNERS: dict[str, Make] = {
     "a user's array that passes through": lambda k=0: users.Passing(_dense(k, 3, 3)),
     "BlockArray": lambda k=0: ql.BlockArray.quantize(_dense(k), codec="q4_1"),
     "BlockArray, two levels": lambda k=0: ql.BlockArray.quantize(_dense(k, 2, 4, 4), codec="q3_k"),
+    "BlockArray, no minima": lambda k=0: ql.BlockArray.quantize(_dense(k, 4, 16), codec="nvfp4"),
     "NF4Array, bfloat16": lambda k=0: ql.NF4Array.quantize(_dense(k, dtype=jnp.bfloat16), block_size=32),
     "NF4Array, trained scales": lambda k=0: ql.NF4Array.quantize(_dense(k), block_size=32, train_scales=True),
+    "NF4Array, blocks in rows": lambda k=0: ql.NF4Array.quantize(_dense(k, 2, 64), block_size=32),
+    "NF4Array, double, blocks in rows": lambda k=0: ql.NF4Array.quantize(
+        _dense(k, 2, 64), block_size=32, double_quant=True
+    ),
+    "NF4Array, blocks across rows": lambda k=0: ql.NF4Array.quantize(_dense(k, 3, 24), block_size=32),
+    "Int8Array, blocks in rows": lambda k=0: ql.Int8Array.quantize(_dense(k), block_size=2),
     "NF4Array, stacked": lambda k=0: ql.NF4Array.quantize(_dense(k, 2, 4, 4), block_size=32, stacked=1),
     "Int8Array, stacked": lambda k=0: ql.Int8Array.quantize(_dense(k, 2, 4, 4), stacked=1),
     "Int8Array, column": lambda k=0: ql.Int8Array.quantize(_dense(k, 4, 3, 1)),
@@ -231,6 +241,9 @@ CORNERS: dict[str, Make] = {
     ),
     "LowRankUpdate of DiagonalMatrix": lambda k=0: structured.LowRankUpdate(
         structured.DiagonalMatrix(1 + _dense(k, 4)), _dense(k, 4, 1)
+    ),
+    "LowRankUpdate, mixed": lambda k=0: structured.LowRankUpdate(
+        structured.DiagonalMatrix(1 + _dense(k, 3)), _dense(k, 3, 1) * 1j, _dense(k + 1, 3, 1)
     ),
     "BlockSparseArray of NF4Array": lambda k=0: ql.BlockSparseArray.from_blocks(
         ql.NF4Array.quantize(_dense(k, 2, 1, 4, 4), block_size=32), [[0], [1]], 2

@@ -130,7 +130,7 @@ def mutants(folders: tuple[str, ...] = FOLDERS) -> list[Mutant]:
 GENERAL = {
     "arrays": [
         *(f"tests/arrays/test_{name}.py" for name in ("bounds", "annotated", "pairs", "every_pair")),
-        "tests/conformance/test_weights.py",
+        *("tests/conformance/test_weights.py", "tests/conformance/test_kept.py"),
     ],
     "core": [
         *("tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"),
@@ -164,7 +164,8 @@ def tests_of(file: str) -> list[str]:
     names = {cls.__name__ for name in types_of(file) for cls in classes_of(name) if package in str(cls)}
     if not names:
         return [*paths]
-    return [*paths, "-k", f"not (test_weights or test_every_pair) or {' or '.join(sorted(names))}"]
+    of_all_types = "test_weights or test_every_pair or test_kept"
+    return [*paths, "-k", f"not ({of_all_types}) or {' or '.join(sorted(names))}"]
 
 
 def types_of(file: str) -> list[str]:

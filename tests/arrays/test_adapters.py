@@ -284,16 +284,6 @@ def test_each_sample_chooses_one_of_several():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sum", "rotated", "OFT", "HiRA", "LoKr"])
-def test_numbers_multiply_the_base(name):
-    w, x = _methods(_x(4, 6, seed=9))[name], normal(6)
-    for program in (lambda w: 2.0 * w, lambda w: -w, lambda w: w / 3.0):
-        _check(lambda w, program=program: program(w) @ x, w)
-    found = jax.grad(ql.quaxify(lambda s, w: jnp.sum((s * w) @ x)))(jnp.asarray(2.0), w)
-    np.testing.assert_allclose(found, jnp.sum(w.materialise() @ x), rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_rows_out_of_bounds_leave_gradients_finite():
     w = A.OFTArray(_x(9, 6), _x(3, 1), of_outputs=True, out_axes=(-1,), in_axes=(-2,))
 

@@ -95,23 +95,6 @@ def test_scales_are_trained():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "NF4", "LoRA", "QLoRA"])
-def test_layers_of_equinox(kind):
-    layer = eqx.nn.Conv2d(32, 4, 3, key=KEY)
-    where = {"where": ["weight"]}
-    model = {
-        "int8": lambda: ql.quantize(layer, "int8", **where),
-        "NF4": lambda: ql.quantize(layer, "nf4", **where),
-        "LoRA": lambda: ql.loraify(layer, rank=2, key=KEY, init="gaussian", **where),
-        "QLoRA": lambda: ql.loraify(ql.quantize(layer, "nf4", **where), rank=2, key=KEY, **where),
-    }[kind]()
-    x = normal(32, 5, 5)
-    with ql.on_materialise("error"):
-        y = eqx.filter_jit(ql.quaxify(model))(x)
-    np.testing.assert_allclose(y, ql.materialise(model)(x), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["LoraArray", "LoraArray, magnitude", "LoraArray of NF4Array", "NF4Array"])
 @pytest.mark.parametrize("rhs", ["WIO", "WOI"])

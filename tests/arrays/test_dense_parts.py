@@ -215,3 +215,31 @@ def test_a_unit_without_dimensions_is_dropped(program, part):
     x = part()
     y = ql.quaxify(program)(Unitful(x, "m/m"))
     np.testing.assert_allclose(ql.materialise(y), program(ql.materialise(x)), rtol=1e-5)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("start", ["zeros", "itself", "half of it"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_part_that_grows_in_a_loop_is_dense_and_what_holds_it_stays(holder, start, x64):
+    """The rank grows in each iteration."""
+
+    def run(x):
+        init = {"zeros": jnp.zeros(x.shape, x.dtype), "itself": x, "half of it": x * 0.5}[start]
+        return lax.scan(lambda c, _: (c + x, None), init, length=3)[0]
+
+    def found(w, a, b):
+        return ql.quaxify(run)(HOLDERS[holder](ql.LoraArray(w, a, b, alpha=3.0)))
+
+    def value_and_grads(f):
+        total = lambda *parts: jnp.sum(jnp.sin(f(*parts)))
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(_W, _A, _B)
+
+    with ql.on_materialise("allow"):
+        y = jax.jit(found)(_W, _A, _B)
+        ours = value_and_grads(lambda *parts: ql.materialise(found(*parts)))
+    assert jax.tree.structure(y) == jax.tree.structure(HOLDERS[holder](jnp.asarray(_W)))
+    dense = value_and_grads(lambda w, a, b: run(w + 1.5 * b @ a))
+    # The base is not trained.
+    np.testing.assert_allclose(ours[0], dense[0])
+    for x, expected in zip(ours[1][1:], dense[1][1:], strict=True):
+        np.testing.assert_allclose(x, expected)

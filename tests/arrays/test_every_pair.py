@@ -68,7 +68,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[..., Any], Calla
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick("KroneckerMatrix-LowRankUpdate")
 @pytest.mark.parametrize("right", TYPES)
 @pytest.mark.parametrize("left", TYPES)
 def test_pair(left, right, default_promotion):

@@ -26,35 +26,6 @@ KINDS = {
     "trained array": (lambda w, b: ql.TrainableArray(w), lambda w, b: w, True),
 }
 
-PROGRAMS = {
-    "whole": lambda x: x * jnp.arange(3.0)[None],
-    "scan over rows": lambda x: lax.scan(lambda c, row: (c * row + row[::-1], c), jnp.ones(3), x),
-    "map over rows": lambda x: lax.map(jnp.sin, x),
-    "vmap over columns": lambda x: jax.vmap(jnp.cumsum, in_axes=1)(x),
-    "a row": lambda x: x[2] @ jnp.arange(3.0),
-    "cond": lambda x: lax.cond(x[0, 0] > -9, lambda: x, lambda: jnp.sin(x)),
-}
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients(kind, name):
-    make, array, trains = KINDS[kind]
-    program = PROGRAMS[name]
-
-    def total(out):
-        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(ql.materialise(out)))
-
-    @jax.jit
-    def both(w, b):
-        ours = lambda w, b: total(ql.quaxify(program)(make(w, b)))
-        dense = lambda w, b: total(program(array(w if trains else lax.stop_gradient(w), b)))
-        return [jax.value_and_grad(f, (0, 1))(w, b) for f in (ours, dense)]
-
-    got, want = both(BIAS, ADDED)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)
-
 
 @pytest.mark.quick("no bias", "trained array")
 @pytest.mark.parametrize("kind", KINDS)

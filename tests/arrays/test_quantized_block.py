@@ -103,18 +103,6 @@ def test_every_program(codec):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("codec", ["uint4_block", "nvfp4", "q6_k"])
-def test_parts_keep_their_type(codec):
-    w = MAKE[codec]()
-    cut = lambda w: [w[1:3], w.T, jnp.concatenate([w, w]), w.reshape(2, 2, 32), jnp.stack([w, w], 1)]
-    with ql.on_materialise("error"):
-        parts = jax.jit(ql.quaxify(cut))(w)
-    assert all(isinstance(part, BlockArray) for part in parts)
-    found, expected = jax.jit(ql.materialise)(parts), jax.jit(lambda w: cut(ql.materialise(w)))(w)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["q4_1", "nvfp4"])
 def test_a_factor_gets_its_gradient(codec):
     w = MAKE[codec]()
@@ -122,27 +110,6 @@ def test_a_factor_gets_its_gradient(codec):
         found = jax.jit(jax.grad(lambda s: jnp.sum(ql.quaxify(lambda w: X @ (s * w).T)(w) ** 2)))(2.0)
     product = np.float64(X) @ np.float64(ql.materialise(w)).T
     np.testing.assert_allclose(found, 2 * 2.0 * np.sum(product**2), rtol=1e-4)
-
-
-#: What is done element by element, and so materialises the weight.
-DENSE = {
-    "masked": lambda w, v: (w * (v > 0).astype(v.dtype)) @ X.T,
-    "normalised": lambda w, v: (w / jnp.linalg.norm(w, axis=1, keepdims=True)) @ X.T,
-    "penalty": lambda w, v: jnp.sum(w**2),
-}
-
-
-_UNLIKE = ("mxfp4", "Int8Array", "columns out of order")
-
-
-@pytest.mark.parametrize("codec", ["q4_k", *(pytest.param(name, marks=pytest.mark.slow) for name in _UNLIKE)])
-def test_masks_and_norms(codec):
-    w, v = MAKE[codec](), jnp.asarray(normal(4, 32, seed=3))
-    run = lambda w, v: {name: program(w, v) for name, program in DENSE.items()}
-    with ql.on_materialise("allow"):
-        found = jax.jit(ql.quaxify(run))(w, v)
-    expected = jax.jit(run)(ql.materialise(w), v)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
 @pytest.mark.slow

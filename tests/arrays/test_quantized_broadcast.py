@@ -72,22 +72,3 @@ def test_every_shape(kind, shape, turned):
         places = [n if i in axes else 1 for i, n in enumerate(sizes)]
         expected = dense.reshape([dense.shape[axes.index(i)] if i in axes else 1 for i in range(len(places))])
         np.testing.assert_array_equal(jax.jit(ql.materialise)(out), np.broadcast_to(expected, sizes))
-
-
-@pytest.mark.quick("<lambda>5")
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda w: jnp.ones((2, 3)) @ jnp.broadcast_to(w, (3, 64)),
-        lambda w: jnp.broadcast_to(w, (3, 64)) @ jnp.ones((64, 2)),
-        lambda w: jnp.broadcast_to(w.T, (64, 3)).T @ jnp.ones((64, 2)),
-        lambda w: jnp.broadcast_to(w.T, (64, 3))[:, 1:],
-        lambda w: jax.vmap(lambda w: w @ jnp.ones(64))(jnp.broadcast_to(w, (3, 64))),
-        lambda w: jnp.squeeze(jnp.broadcast_to(w.T, (2, 64, 1)), -1) * 2.0,
-    ],
-)
-def test_what_is_done_with_it_afterwards(program):
-    w = ql.NF4Array.quantize(jnp.asarray(normal(1, 64)))
-    with ql.on_materialise("error"):
-        out = ql.materialise(ql.quaxify(program)(w))
-    np.testing.assert_allclose(out, program(w.materialise()), rtol=1e-5, atol=1e-5)

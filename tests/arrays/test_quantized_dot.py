@@ -91,65 +91,6 @@ def test_accumulates_into_the_preferred_type():
     assert ql.quaxify(dot)(x, w).dtype == jnp.float32
 
 
-_TRANSFORMS = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "grad": lambda f: jax.grad(f, argnums=1),
-    "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(f, argnums=1)),
-    "vmap": lambda f: jax.vmap(f, in_axes=(None, 0)),
-    "jvp": lambda f: lambda w, x: jax.jvp(lambda x: f(w, x), (x,), (jnp.ones_like(x),)),
-    "hessian": lambda f: jax.hessian(f, argnums=1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
-@pytest.mark.parametrize("double_quant", [False, True])
-@pytest.mark.parametrize("name", _TRANSFORMS)
-def test_transforms_inside_and_outside_of_quaxify(name, double_quant, outside):
-    w = ql.NF4Array.quantize(_normal(0, 24, 32), block_size=32, double_quant=double_quant)
-    x = _normal(1, 3, 32)
-    f = lambda w, x: jnp.tanh(x @ w.T).sum()
-    transform = _TRANSFORMS[name]
-    with ql.on_materialise("error"):
-        run = transform(ql.quaxify(f)) if outside else ql.quaxify(transform(f))
-        actual = run(w, x)
-    jax.tree.map(_close, actual, transform(f)(w.materialise(), x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cls", _TYPES)
-def test_a_linear_layer(cls):
-    layer = eqx.nn.Linear(64, 16, key=jax.random.key(0))
-    w = cls.quantize(layer.weight)
-    quantised, dense = [eqx.tree_at(lambda layer: layer.weight, layer, x) for x in (w, w.materialise())]
-    x = _normal(1, 3, 64)
-    with ql.on_materialise("error"):
-        actual = eqx.filter_jit(ql.quaxify(lambda layer, x: jax.vmap(layer)(x)))(quantised, x)
-    _close(actual, jax.vmap(dense)(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("double_quant", [False, True])
-def test_stacked_layers(double_quant):
-    stack = jax.vmap(lambda w: ql.NF4Array.quantize(w, double_quant=double_quant))(_normal(0, 3, 64, 64))
-    assert stack.shape == (3, 64, 64)
-    dense, x = stack.materialise(), _normal(1, 5, 64)
-    layers = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, w)[0]
-    with ql.on_materialise("error"):
-        _close(ql.quaxify(layers)(stack, x), layers(dense, x))
-        _close(
-            jax.grad(lambda x: ql.quaxify(layers)(stack, x).sum())(x),
-            jax.grad(lambda x: layers(dense, x).sum())(x),
-        )
-        product = lambda w, x: x @ w
-        expected = jax.vmap(product, in_axes=(0, None))(dense, x)
-        _close(jax.vmap(ql.quaxify(product), in_axes=(0, None))(stack, x), expected)
-        _close(ql.quaxify(jax.vmap(product, in_axes=(0, None)))(stack, x), expected)
-        joined = lambda w, x: jnp.einsum("lio,bo->bli", w, x)
-        _close(ql.quaxify(joined)(stack, x), joined(dense, x))
-
-
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_stacks_of_rows_that_end_within_blocks(double_quant):

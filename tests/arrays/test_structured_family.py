@@ -108,22 +108,6 @@ def test_a_type_of_somebody_else(program):
     np.testing.assert_allclose(ql.materialise(out), fn(CORNERS.materialise(), dense), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", MATRICES)
-def test_a_number_for_each_example(kind):
-    x, s = MATRICES[kind], jnp.array([2.0, 4.0, -1.0])
-    for fn in (
-        lambda x, s: jax.vmap(lambda s: x / s)(s),
-        lambda x, s: jax.vmap(lambda s: s * x)(s),
-        lambda x, s: jax.vmap(lambda s: jax.vmap(lambda t: x / (s * t))(jnp.ones(2)))(s),
-        lambda x, s: jax.vmap(lambda x, s: x / s)(jnp.stack([x, x, x]), s),
-    ):
-        with ql.on_materialise("error"):
-            out = jax.jit(ql.quaxify(fn))(x, s)
-        assert type(out) is type(x)
-        np.testing.assert_allclose(ql.materialise(out), jax.jit(fn)(x.materialise(), s), rtol=1e-5)
-
-
 det, ones = jnp.linalg.det, array(np.ones(4))
 DERIVATIVES = {
     "gradient": jax.grad(det),

@@ -188,6 +188,56 @@ lax.reduce_and(x > 0, [{a}])
 lax.reduce_or(x > 0, [{a}])
 lax.reduce_xor(x > 0, [{a}])
 jnp.apply_along_axis(jnp.cumsum, {a}, x)
+x.T[..., 1:3]
+x[1::3]
+x.T[None]
+x[..., None, :]
+jnp.squeeze(x[..., None, :], -2)
+x.transpose(*range(1, x.ndim), 0)
+x.reshape(-1).reshape(x.shape)
+x.reshape(2, -1, x.shape[-1])[1]
+x.reshape(*x.shape[:-1], 2, -1).reshape(x.shape)
+x.reshape(*x.shape[:-1], 2, -1)
+jnp.broadcast_to(x.T, (2, *x.T.shape))
+jnp.concatenate([x, x[:1]])
+jnp.concatenate([x, x * 0.5])
+jnp.concatenate([x, 2 * x], -1)
+jnp.concatenate([x.T, x.T], -1)
+jnp.stack([x, x, -x])
+jnp.stack([x, x], -1)
+jnp.stack([x, 2.0 * x])[1]
+jnp.stack([x, 2.0 * x, -x])[jnp.array([2, 0])]
+jnp.stack([x, x[:]])
+jnp.stack([x[0:4:2], x[1:4:2]])
+jnp.stack(jnp.unstack(x))
+jnp.stack(jnp.unstack(x, axis=-1), axis=-1)
+jnp.swapaxes(jnp.stack([jnp.stack([x, -x])] * 3), 0, 1)
+x[jnp.array([[1, 0]])]
+jnp.take(x, jnp.array([[1, 0]]), axis=-1)
+jnp.take(x, jnp.array([0, x.shape[0], -9]), axis=0)
+jax.vmap(lambda i: x[i])(jnp.array([1, 0]))
+x[jnp.argsort(y.ravel())[:2] % x.shape[0]]
+jnp.take(x, 3 * jnp.argsort(y.ravel())[:3] - 3, axis={a}, mode="{mode}")
+jnp.take(x, jnp.argsort(y.ravel())[:3], axis={b}, mode="{mode}", fill_value={fill})
+lax.dynamic_index_in_dim(x, {i} - jnp.argmax(y.ravel()), {a})
+lax.dynamic_index_in_dim(x, 9 + jnp.argmax(y.ravel()), {a})
+lax.dynamic_index_in_dim(x, 9 + jnp.argmax(y.ravel()), {b})
+jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, 0, False))(jnp.argsort(y.ravel())[:2])
+jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 1, {b}))(jnp.argsort(y.ravel())[:2])
+x[jnp.argmax(y.ravel())]
+jax.device_put(x)
+(s * x)[jnp.array([0, 1, 1])]
+2.0 * x / 3.0
+x * y[:1]
+x * y[..., :1] / (1 + y[..., :1] ** 2)
+x + (x - 3.0 * x) + y
+abs(x).sum({a})
+jnp.sum(x.T**3, axis=-1)
+(x.T @ q.T).T
+jnp.einsum("...i,ki->...k", x, m.T)
+jnp.einsum("hdi,ti->thd", x.reshape(2, -1, x.shape[-1]), m.T)
+jnp.einsum("ij,ij->", x, y)
+jnp.tensordot(x, x, 0)
 x * jax.pure_callback(np.cos, y, y, vmap_method="expand_dims")
 x + jax.pure_callback(np.cos, y, y, vmap_method="expand_dims")
 """

@@ -363,39 +363,6 @@ def test_batch_axes_move_and_keep_the_type(program, operands):
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 2e-2, jnp.dtype(jnp.float16): 2e-3}
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda w: jnp.stack([w, w], -1), lambda w: jnp.concatenate([w, w], -1), lambda w: w[..., AT % 2, :],
-        lambda w: jnp.broadcast_to(w, (3, *w.shape))[:, :, :, ::2], lambda w: w.astype(int),
-        lambda w: jnp.take(w, AT + 2, 1, mode="fill", fill_value=7.0), lambda w: jnp.stack([w, w + 1], -2),
-    ],
-)  # fmt: skip
-def test_other_axes_make_it_dense(program):
-    with ql.on_materialise("allow"):
-        out = ql.materialise(ql.quaxify(program)(STACK))
-    _close(out, program(STACK.materialise()))
-
-
-@pytest.mark.slow
-def test_gradients_through_stacks_and_lookups():
-    """By every leaf that is trained, and the plain weight among them."""
-    v = normal(5, 4, seed=7)
-
-    def loss(v, w, dense):
-        w = ql.materialise(w) if dense else w
-        stack = jnp.stack([w, v, w * 2.0])[np.array([2, 1, 1, 0])]
-        return jnp.sum(jnp.sin(jnp.einsum("noi,ni->no", stack, normal(4, 4, seed=8))))
-
-    with ql.on_materialise("allow"):  # by the product
-        found = jax.grad(ql.quaxify(lambda v, w: loss(v, w, False)), argnums=(0, 1))(v, ALONE)
-    expected = jax.grad(lambda v, w: loss(v, w, True), argnums=(0, 1))(v, ALONE)
-    _close(found[0], expected[0], 1e-5)
-    _close(found[1].scale, expected[1].scale, 1e-5)
-    assert not np.any(found[1].w)
-
-
 def test_a_branch_without_it():
     """The plain weight becomes one whose parts add nothing, and gets its gradient."""
     w, v = _weights(_adapted())[0], normal(32, 64, seed=5)

@@ -196,46 +196,6 @@ def test_a_layer_forward_and_backward_without_anything_dense():
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_stored_blocks():
-    x = normal(5, 12)
-    loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
-    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(a_matrix())
-    assert type(found) is B
-    expected = jax.grad(loss)(a_matrix().materialise(), x)
-    stored = jnp.asarray(B.from_dense(a_matrix().materialise(), block_size=4).materialise() != 0)
-    np.testing.assert_allclose(
-        a_matrix().replace(blocks=found.blocks).materialise(), jnp.where(stored, expected, 0), rtol=1e-5
-    )
-    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(a_matrix())
-    np.testing.assert_allclose(jitted.blocks, found.blocks, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_gradients_through_vmap_and_scan():
-    x = normal(2, 12)
-
-    def loss(blocks, product):
-        return jnp.sum(jnp.sin(product(a_stack().replace(blocks=blocks), x)))
-
-    def scanned(w, x):
-        def step(total, of_row):
-            w, x = of_row
-            return total, w @ x
-
-        return lax.scan(step, 0.0, (w, x))[1]
-
-    mapped = jax.vmap(ql.quaxify(lambda w, x: w @ x))
-    with ql.on_materialise("error"):
-        grads = [jax.grad(loss)(a_stack().blocks, f) for f in (mapped, ql.quaxify(scanned))]
-    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(a_stack().materialise())
-    stored = a_stack().replace(blocks=jnp.ones_like(a_stack().blocks)).materialise()
-    for grad in grads:
-        np.testing.assert_allclose(
-            a_stack().replace(blocks=grad).materialise() * stored, dense * stored, rtol=1e-4, atol=1e-6
-        )
-
-
-@pytest.mark.slow
 def test_blocks_in_four_bits():
     w = B.from_dense(normal(256, 192), block_size=64, density=1 / 3)
     w = w.replace(blocks=ql.NF4Array.quantize(w.blocks))
@@ -272,53 +232,6 @@ def test_low_precision_is_summed_in_float32(dtype):
 # Everything else
 # -------------------------------------------------------------------------------------------------
 
-KEEPS = {
-    "scalars": lambda w: -(w * 2.0) / 3.0 + w * w,
-    "functions": lambda w: jnp.sin(jnp.abs(w)) - jnp.tanh(w) ** 3,
-    "array": lambda w: w * normal(*w.shape) / (2 + jnp.abs(normal(*w.shape))),
-    "array on the left": lambda w: normal(*w.shape) * w,
-    "rows and columns": lambda w: (
-        w * normal(*w.shape[:-2], 1, w.shape[-1]) / jnp.full((*w.shape[:-1], 1), 3.0)
-    ),
-    "transpose": lambda w: jnp.swapaxes(w, -2, -1) * 2.0,
-    "new axes": lambda w: w[None, :, None][0, 0] if w.ndim == 2 else w[None][0],
-    "broadcast": lambda w: jnp.broadcast_to(w, (3, *w.shape)),
-    "reshape": lambda w: w.reshape(-1, 1, *w.shape[-2:]),
-    "dtype": lambda w: w.astype(jnp.float32),
-}
-DENSE = {
-    "plus a number": lambda w: 1.0 - (w + 2.0),
-    "plus a row": lambda w: w + normal(*w.shape[:-2], 1, w.shape[-1]),
-    "plus an array": lambda w: w + normal(*w.shape),
-    "array minus": lambda w: normal(*w.shape) - w,
-    "minus an array": lambda w: w - normal(*w.shape),
-    "transposed plus": lambda w: jnp.swapaxes(w, -2, -1) + normal(*w.shape[:-2], *w.shape[:-3:-1]),
-    "sum": jnp.sum,
-    "sum of columns": lambda w: w.sum(-2),
-    "sum of rows": lambda w: w.sum(-1),
-    "sum transposed": lambda w: jnp.swapaxes(w, -2, -1).sum(-1),
-}
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("make", [a_matrix, a_stack], ids=["matrix", "stack"])
-@pytest.mark.parametrize("name", KEEPS | DENSE)
-def test_other_operations(name, make):
-    w, f = make(), (KEEPS | DENSE)[name]
-    if name == "new axes" and w.ndim == 2:
-        f = lambda w: w[None][0]
-    assert (type(agrees(f, w)) is B) == (name in KEEPS)
-
-
-@pytest.mark.slow
-def test_stacks():
-    assert type(agrees(lambda w: w[1], a_stack())) is B
-    assert type(agrees(lambda w: w[:1], a_stack())) is B
-    agrees(lambda w, i: lax.dynamic_index_in_dim(w, i) * 2.0, a_stack(), jnp.int32(1))
-    agrees(lambda w: w.sum((0, 1)), a_stack())
-    four = jax.tree.map(lambda leaf: leaf[None], a_stack())
-    assert type(agrees(lambda w: w.transpose(1, 0, 2, 3).reshape(2, 8, 12), four)) is B
-
 
 def test_what_densifies_says_so():
     for f in (jnp.cos, lambda w: w > 1.0, jnp.max, lambda w: w[2:5], lambda w: w @ w.T):
@@ -348,34 +261,7 @@ def test_shard_map():
         ql.quaxify(on_devices(lambda w, x: w @ x, cut, whole))(a_matrix(), x[0])
 
 
-@pytest.mark.parametrize("start", [-3, -1, 1, 9])
-def test_starts_are_clamped_and_not_wrapped_twice(start):
-    agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int32(start), 0), a_stack())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.det], ids=lambda f: f.__name__)
-@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
-def test_an_outer_gradient_through_a_custom_derivative(f):
-    w = pruned(8, 8, density=0.5)
-    loss = lambda w, f: jnp.sum(jnp.sin(ql.materialise(f(w))))
-    found = jax.grad(lambda blocks: loss(w.replace(blocks=blocks), ql.quaxify(f)))(w.blocks)
-    expected = jax.grad(lambda blocks: loss(w.replace(blocks=blocks).materialise(), f))(w.blocks)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_column_that_comes_twice():
     with pytest.raises(ValueError, match="each block column once in a row"):
         B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[1, 1]]), 3)
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
-
-
-@pytest.mark.slow
-def test_an_axis_of_one_row_is_squeezed():
-    dense = jnp.array([[0.0, 2.0, 0.0, -1.0]])
-    for w, axis in ((dense, 0), (dense.T, 1)):
-        blocks = ql.BlockSparseArray.from_dense(w, block_size=1)
-        with ql.on_materialise("allow"):
-            np.testing.assert_array_equal(
-                ql.quaxify(lambda w, axis=axis: jnp.squeeze(w, axis))(blocks), dense[0]
-            )

@@ -8,9 +8,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.unitful import Unitful
-from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.files import safetensors
 from tests.primitives.jaxprs import names
 from tests.samples import Lazy, array, normal, tree_equal
@@ -28,47 +26,6 @@ KERNEL = {"elements": "csr_matmul", "blocks": "block_sparse_matmul"}
 def lora(w):
     a, b = normal(2, 4, 64) / 8
     return ql.LoraArray(w, a, b.T)
-
-
-OTHERS = {
-    "LoRA": lambda: lora(X),
-    "LoRA of NF4": lambda: lora(ql.NF4Array.quantize(X)),
-    "Zero": lambda: Zero((64, 64), jnp.float32),
-    "Full": lambda: Full(0.5, (64, 64)),
-    "Identity": lambda: Identity(64),
-    "NF4": lambda: ql.NF4Array.quantize(X),
-    "int8": lambda: ql.Int8Array.quantize(X),
-    "blocks": lambda: SPARSE["blocks"],
-    "elements": lambda: SPARSE["elements"],
-    "one-hot": lambda: OneHotVector(2.0, 3, length=64),
-}
-# What is multiplied with arrays alone, or is one: a sparse operand beside it has to be dense.
-LOSES = {"Full", "LoRA of NF4", "NF4", "int8", "blocks", "elements", "one-hot"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("kind", SPARSE)
-def test_operations_with_other_types(kind, other, default_promotion):
-    w, y = SPARSE[kind], OTHERS[other]()
-
-    def products(w, y):
-        return [w @ y, y @ w, w.T @ y, w @ y.T]
-
-    def sums(w, y):
-        return [w + y, y - w, w * y]
-
-    with ql.on_materialise("allow"):
-        found = jax.jit(ql.quaxify(lambda w, y: [*products(w, y), *sums(w, y)]))(w, y)
-    expected = [f for group in (products, sums) for f in group(*ql.materialise((w, y)))]
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ql.materialise(a), b, rtol=1e-3, atol=1e-3)
-    with ql.on_materialise("error"):
-        if other in LOSES:
-            with pytest.raises(ql.MaterialisationError, match=r"SparseArray|Full|OneHot"):
-                jax.jit(ql.quaxify(products))(w, y)
-        else:
-            jax.jit(ql.quaxify(products))(w, y)
 
 
 @pytest.mark.slow
@@ -112,21 +69,6 @@ def test_under_an_adapter_a_unit_and_names(kind, wrapping):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SPARSE)
-def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
-    adapted, x = lora(SPARSE[kind]), X[:5]
-    params, static = eqx.partition(adapted, ql.trainable(adapted))
-    loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
-    with ql.on_materialise("error"):
-        found = jax.grad(lambda params: ql.quaxify(loss)(eqx.combine(params, static), x))(params)
-    assert len(jax.tree.leaves(found)) == 2
-    dense = SPARSE[kind].materialise()
-    expected = jax.grad(lambda a, b: loss(dense + b @ a, x), (0, 1))(adapted.a, adapted.b)
-    np.testing.assert_allclose(found.a, expected[0], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found.b, expected[1], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options"), [("nf4", {}), ("nf4", {"double_quant": True}), ("int8", {})], ids=str
 )
@@ -166,35 +108,6 @@ def test_activations_on_several_devices_under_jit(kind):
     np.testing.assert_allclose(
         found, jax.grad(loss, 1)(SPARSE[kind].materialise(), X[:8]), rtol=1e-3, atol=1e-4
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SPARSE)
-def test_in_float64(kind, x64):
-    w = type(SPARSE[kind])
-    options = {"block_size": 16} if kind == "blocks" else {}
-    w = w.from_dense(np.float64(SPARSE[kind].materialise()), **options)
-    x, stored = jnp.asarray(np.float64(X)), "blocks" if kind == "blocks" else "data"
-
-    def loss(data, x):
-        return jnp.sum(jnp.sin(ql.quaxify(lambda w, x: w @ (x @ w).T)(w.replace(**{stored: data}), x)))
-
-    def of_dense(data, x):
-        w_dense = w.replace(**{stored: data}).materialise()
-        return jnp.sum(jnp.sin(w_dense @ (x @ w_dense).T))
-
-    data = getattr(w, stored)
-    found, expected = (jax.jit(jax.grad(f, (0, 1)))(data, x) for f in (loss, of_dense))
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-    moved = ql.quaxify(lambda w: (w[2:50, ::2].T * 2.0, w.sum(0), w + x, w * x))
-    with ql.on_materialise("allow"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(ql.materialise(a), b, rtol=1e-12),
-            moved(w),
-            moved(w.materialise()),
-            is_leaf=ql.is_value,
-        )
 
 
 @pytest.mark.quick("2")

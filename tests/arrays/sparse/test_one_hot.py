@@ -57,24 +57,6 @@ def test_dot_general_on_both_sides(case):
 
 
 @pytest.mark.slow
-def test_vmap_outside_and_inside_and_grad():
-    w = normal(3, 4)
-    expected = STACKED.materialise() @ w.T
-    np.testing.assert_allclose(jax.vmap(lambda x: w @ x)(STACKED), expected, rtol=1e-6)
-    np.testing.assert_allclose(ql.quaxify(jax.vmap(lambda x: w @ x))(STACKED), expected, rtol=1e-6)
-    np.testing.assert_array_equal(
-        jax.grad(lambda w: (w @ SINGLE).sum())(w), jnp.zeros((3, 4)).at[:, 2].set(5)
-    )
-    value = jax.grad(lambda x: (w @ x).sum(), allow_int=True)(SINGLE).value
-    np.testing.assert_allclose(value, w[:, 2].sum(), rtol=1e-6)
-
-
-def test_rows_can_be_scanned():
-    f = lambda w, xs: jax.lax.scan(lambda total, x: (total + w @ x, None), jnp.zeros(3), xs)[0]
-    agrees(f, normal(3, 4), STACKED)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_functions_that_keep_zero_keep_the_type(name):
     functions = {
@@ -93,42 +75,10 @@ def test_functions_that_keep_zero_keep_the_type(name):
     assert type(agrees(f, SINGLE)) is OneHotVector
 
 
-@pytest.mark.slow
-def test_elementwise_with_arrays_and_scalars():
-    y = normal(3, 4)
-    for f in (lambda x, y: x * y, lambda x, y: y * x, lambda x, y: x / y):
-        assert type(agrees(f, STACKED, y)) is OneHotVector
-        assert type(agrees(f, SINGLE, jnp.array(2.0))) is OneHotVector
-
-
-def test_sums():
-    agrees(jnp.sum, SINGLE)
-    agrees(jnp.sum, STACKED)
-    agrees(lambda x: x.sum(axis=1), STACKED)
-
-
 def test_what_has_no_rule_is_materialised_visibly():
     with pytest.raises(ql.MaterialisationError, match="OneHotVector"), ql.on_materialise("error"):
         jnp.ones(4) + SINGLE
     np.testing.assert_array_equal(jnp.ones(4) + SINGLE, [1, 1, 6, 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (1, 1), (3, 4)], ids=str)
-def test_times_an_array_with_axes_of_size_one(shape):
-    y = normal(*shape)
-    with jax.numpy_rank_promotion("allow"):
-        for f in (jnp.multiply, lambda x, y: y * x, lambda x, y: x / (2 + jnp.abs(y))):
-            assert isinstance(agrees(f, STACKED, y), OneHotVector)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
-def test_an_outer_gradient_through_a_custom_derivative():
-    loss = lambda value: jnp.sum(
-        ql.materialise(ql.quaxify(jax.nn.relu)(OneHotVector(value, SINGLE.index, 4))) ** 2
-    )
-    assert jax.grad(loss)(5.0) == 10.0
 
 
 def test_a_vector_without_elements_in_products():

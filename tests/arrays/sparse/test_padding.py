@@ -47,65 +47,10 @@ CASES = Lazy(
     }
 )
 
-READS = {
-    "sum": jnp.sum,
-    "sum of rows": lambda x: jnp.sum(x, -1),
-    "sum of columns": lambda x: jnp.sum(x, -2) if x.ndim > 2 else x,
-    "root": lambda x: jnp.sqrt(x).sum(),
-    "cube": lambda x: (x**3).sum(),
-    "times itself": lambda x: (x * x).sum(),
-    "times a number": lambda x: x * x.sum(),
-    "plus an array": lambda x: x + np.ones(x.shape, np.float32),
-    "product": lambda x: x @ np.ones(x.shape[-1], np.float32),
-    "product on the left": lambda x: np.ones(x.shape[-2], np.float32) @ x if x.ndim == 2 else x,
-    "reversed": lambda x: jnp.flip(x),
-    "the first": lambda x: x[:1],
-    "flat": lambda x: x.reshape(-1)[1:],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
-def test_padding_is_not_seen_and_not_trained(case, read):
-    """NaN and numbers in it change nothing, and its gradient is zero."""
-    make, numbers, empty = CASES[case]
-    f = READS[read]
-    assert empty.any()
-    expected = f(make(jnp.where(empty, 0.0, numbers)).materialise())
-    of_dense = jax.grad(lambda numbers: jnp.sum(jnp.sin(f(make(numbers).materialise()))))(
-        jnp.where(empty, 0.0, numbers)
-    )
-    for held in (jnp.nan, 7.0):
-        at = jnp.where(empty, held, numbers)
-        (_, out), grad = jax.value_and_grad(lambda n: _materialised(f, make(n)), has_aux=True)(at)
-        np.testing.assert_allclose(out, expected, rtol=1e-5)
-        assert not grad[empty].any()
-        np.testing.assert_allclose(grad[~empty], of_dense[~empty], rtol=1e-4, atol=1e-5)
-
 
 def _materialised(f, x):
     out = ql.materialise(ql.quaxify(f)(x))
     return jnp.sum(jnp.sin(out)), out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_factor_of_it_is_trained_by_what_is_held(case):
-    make, numbers, empty = CASES[case]
-    x = make(jnp.where(empty, jnp.nan, numbers))
-    found = jax.grad(lambda s: jnp.sum(ql.materialise(ql.quaxify(jnp.multiply)(x, s))))(2.0)
-    np.testing.assert_allclose(found, x.materialise().sum())
-
-
-@pytest.mark.slow
-def test_training_keeps_sum_and_array_together():
-    data = elements().data
-    for _ in range(2):
-        data -= 0.1 * jax.grad(lambda data: elements().replace(data=data).sum())(data)
-    x = elements().replace(data=data)
-    np.testing.assert_allclose(x.sum(), x.materialise().sum(), rtol=1e-6)
 
 
 def test_arrays_of_a_stack_with_unequal_counts_are_reversed():

@@ -12,9 +12,9 @@ from tests.lm.finetune.test_finetune import checkpoint, write
 def run_command(tmp_path, capsys):
     """Runs the command on one of the checkpoints; its status and what it told."""
 
-    def run(kind, lines, *options, output="out"):
+    def run(kind, lines, *options, output="out", **changes):
         if not (tmp_path / kind).exists():
-            checkpoint(tmp_path / kind, kind, eos_token_id=3)
+            checkpoint(tmp_path / kind, kind, **{"eos_token_id": 3} | changes)
         data = write(tmp_path / "data.jsonl", lines)
         status = main([
             f"--model={tmp_path / kind}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",

@@ -123,22 +123,10 @@ def write(path, lines):
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command on one of the checkpoints; its status and what it told."""
-
-    def run(kind="llama", lines="text", *options, output="out", **changes):
-        model = tmp_path / kind
-        if not model.exists():
-            checkpoint(model, kind, **{"eos_token_id": 3} | changes)
-        data = write(tmp_path / "data.jsonl", LINES[lines])
-        status = main([
-            f"--model={model}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
-            "--learning-rate=0.02", "--held-out=0.2", "--rank=4", *options,
-        ])  # fmt: skip
-        told = capsys.readouterr()
-        return status, " ".join((told.out + told.err).split())
-
-    return run
+def run(run_command):
+    return lambda kind="llama", lines="text", *options, **others: run_command(
+        kind, LINES[lines], "--rank=4", *options, **others
+    )
 
 
 def log_of(folder):

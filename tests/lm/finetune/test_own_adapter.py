@@ -19,7 +19,7 @@ from quaxlike.lm.finetune.adapter import make_of
 from quaxlike.lm.finetune.settings import FinetuneError
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.surgery.trees import named_arrays
-from tests.lm.finetune.test_finetune import LINES, checkpoint, log_of, write
+from tests.lm.finetune.test_finetune import LINES, log_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -95,21 +95,11 @@ def own_module(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command on one of the checkpoints; its status and what it told."""
-
-    def run(kind="llama", lines="text", *options, output="out"):
-        if not (tmp_path / kind).exists():
-            checkpoint(tmp_path / kind, kind, eos_token_id=3)
-        data = write(tmp_path / "data.jsonl", LINES[lines])
-        status = main([
-            f"--model={tmp_path / kind}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
-            "--learning-rate=0.05", "--held-out=0.2", "--adapter=own_adapter:MyAdapter", *options,
-        ])  # fmt: skip
-        told = capsys.readouterr()
-        return status, " ".join((told.out + told.err).split())
-
-    return run
+def run(run_command):
+    own = "--learning-rate=0.05", "--adapter=own_adapter:MyAdapter"
+    return lambda kind="llama", lines="text", *options, **others: run_command(
+        kind, LINES[lines], *own, *options, **others
+    )
 
 
 @pytest.mark.slow

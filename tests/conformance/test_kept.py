@@ -1,0 +1,49 @@
+"""What each type keeps, and what makes it dense, is what `tests/differential/kept.txt` says; and what is not
+made dense has the numbers of the array."""
+
+import pytest
+
+from tests.differential import kept
+
+# Of the others the slow tests alone ask: together these reach nearly all rules that keep a type.
+QUICK = [
+    "LoraArray, magnitude",
+    "LoraArray, stacked",
+    "TrainableArray",
+    "SparseArray",
+    "BlockSparseArray, stacked",
+    "BlockSparseArray, uneven",
+    "OneHotVector, stacked",
+    "DiagonalMatrix, stacked",
+    "Identity",
+    "Zero",
+]
+
+
+def _not_dense(name):
+    return {text: letter for text, letter in kept.read()[name].items() if letter in "kva"}
+
+
+@pytest.mark.quick("KroneckerMatrix, stacked", "Int8Array, blocks in rows")
+@pytest.mark.parametrize("name", kept.TYPES)
+def test_what_becomes_of_a_value(name):
+    """`python -m tests.differential.kept` writes the table anew."""
+    expected = kept.read()[name]
+    found = kept.outcomes(name, expected)
+    assert not {text: (letter, found[text]) for text, letter in expected.items() if letter != found[text]}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_is_kept(name):
+    assert kept.outcomes(name, _not_dense(name)) == _not_dense(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", kept.TYPES)
+def test_what_is_not_dense_has_the_numbers_of_the_array(name):
+    assert not kept.differences(name, _not_dense(name))
+
+
+def test_the_table_has_every_program_and_type():
+    assert [*kept.read()] == [*kept.TYPES]
+    assert [*kept.read()["LoraArray"]] == [*kept.texts()]
