@@ -67,6 +67,7 @@ def test_rows_of_formats(case):
     _check_rows(fixture(f"formats/{case}"))
 
 
+@pytest.mark.slow
 def test_rows_of_4_bits(tmp_path):
     """In whole blocks; nested scales, and blocks that cross rows, are read as a whole."""
     weights = {

@@ -33,6 +33,7 @@ def rows(*labels):
     return [{"text": "one two", "label": label} for label in labels]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("labels", "options", "names", "problem"),
     [
@@ -114,6 +115,7 @@ def test_lines_of_data(llama):
     np.testing.assert_array_equal(batch.labels, np.float32([[0, 1], [1, 0]]))
 
 
+@pytest.mark.slow
 def test_losses_and_metrics():
     """As torch computes the losses of transformers."""
     outputs, n = np.float32([[1.0, -2.0], [0.5, 0.25]]), 2
@@ -129,6 +131,7 @@ def test_losses_and_metrics():
     assert found == {"loss": pytest.approx((1 + 4 + 0.25 + 0.0625) / 4)}
 
 
+@pytest.mark.slow
 def test_the_last_token_is_classified():
     """On whichever side padding is; as in transformers, a text may end with the token of padding."""
     model = with_classifier(decoder(pad_token_id=0), ["a", "b", "c"], key=jax.random.key(0), std=1.0)

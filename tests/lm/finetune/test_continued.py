@@ -107,7 +107,8 @@ def test_one_that_is_invoked(run, tmp_path):
     assert "--merge cannot be used with the adapter in" in told
 
 
-@pytest.mark.parametrize("scanned", [pytest.param([], marks=pytest.mark.slow), ["--scan-layers"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [[], ["--scan-layers"]])
 def test_preferences_are_over_the_adapter_as_it_was(scanned, run, tmp_path):
     """As in TRL, where the reference of an adapter that is continued is a frozen copy of it."""
     rows = [

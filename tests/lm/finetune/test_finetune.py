@@ -133,6 +133,7 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_no_file_could_hold(run, tmp_path):
     """Is refused before it is trained."""
     status, told = run("mixtral", "text", "--steps=2", "--dora", "--quantize=none")
@@ -535,6 +536,7 @@ def test_a_token_that_the_model_has_no_row_for(fields, tmp_path):
         NextToken().encode(filled("image"), tokens)
 
 
+@pytest.mark.slow
 def test_it_trains_without_evaluation(run, tmp_path):
     status, told = run("bert", "label", "--held-out=0", "--steps=1", "--quantize=none", "--target", "query")
     assert status == 0, told

@@ -56,6 +56,7 @@ def test_the_first_piece_of_a_word_is_learned(pieces):
     assert not any(task.encode({"tokens": ["one"], "tags": [-100]}, pieces(8)).learned)
 
 
+@pytest.mark.slow
 def test_losses_and_metrics():
     """Of the learned tokens of a padded batch, as transformers computes them."""
     task = WordClasses(Labels(("a", "b")))

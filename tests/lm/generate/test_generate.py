@@ -221,6 +221,7 @@ def test_an_answer_stops_where_the_context_ends(talker, capsys, monkeypatch):
     assert (status, "A prompt has 8 tokens; the model takes 7" in told) == (2, True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_chat(talker, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", typing(["w5", "w6"]))
     add, calls = Stream.add, []

@@ -87,6 +87,7 @@ def test_derivatives_of_the_chunked_form():
         np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_and_packing_change_nothing(model):
     ids = np.random.default_rng(0).integers(0, 40, 12).astype(np.int32)
     logits = jax.jit(lambda ids, seen, segments: model.logits(model.hidden(ids, seen, segments)))

@@ -334,6 +334,7 @@ def test_forks_read_a_text_once(widths, qwen2):
             assert found == wanted[0].tolist()
 
 
+@pytest.mark.slow
 def test_forks_of_another_base(qwen2):
     lora = ql.loraify(qwen2[0], rank=1, where=["q_proj"], key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"the adapter of model\.layers\.0\.\S+ acts on all tokens"):

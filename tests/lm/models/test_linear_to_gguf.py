@@ -24,7 +24,7 @@ def _written(checkpoint, tmp_path):
     return open_gguf(tmp_path / "m.gguf")
 
 
-@pytest.mark.quick("qwen3_5_text", "qwen3_next")
+@pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("name", _HYBRIDS)
 def test_linear_attention(name, checkpoint, tmp_path):
     """The order of heads, and the parts of projections: of weights, and of adapters."""
@@ -48,9 +48,10 @@ def test_linear_attention(name, checkpoint, tmp_path):
         np.testing.assert_allclose(b @ a, merged - base, atol=1e-5, err_msg=x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "size", "is_ordered"),
-    [("q8_0", 64, False), ("q8_0", 16, True), pytest.param("q4_k", 64, True, marks=pytest.mark.slow)],
+    [("q8_0", 64, False), ("q8_0", 16, True), ("q4_k", 64, True)],
 )
 def test_columns_of_blocks_move_with_their_heads(quantize, size, is_ordered, checkpoint, tmp_path):
     """Whole blocks move as they are. Heads that share a block keep their codes in the order of the file."""
@@ -80,6 +81,7 @@ def _bytes_of(path, name):
     return tensor.file.read(tensor.start, tensor.nbytes, name)
 
 
+@pytest.mark.slow
 def test_rows_of_tensors_of_two_types_become_dense(checkpoint, tmp_path):
     """Where a file gives the two parts of Qwen3-Next's projection other types."""
     source, model = checkpoint("qwen3_next", hidden_size=64)

@@ -117,6 +117,7 @@ def test_it_is_kept_in_gguf_and_from_there(tmp_path):
     np.testing.assert_array_equal(model.lm_head.weight, head)
 
 
+@pytest.mark.slow
 def test_a_quantised_one_is_compared_by_its_numbers(tmp_path):
     base = tmp_path / "base"
     checkpoint(base, "qwen3", tie_word_embeddings=False)

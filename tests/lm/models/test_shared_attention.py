@@ -64,6 +64,7 @@ def test_the_layer_that_is_read_is_the_last_of_its_kind():
     assert config.sources == (0, 1, 2, 2, 0)
 
 
+@pytest.mark.slow
 def test_generation_is_the_whole_prompt_step_by_step(model):
     prompts = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
     mask = np.ones((2, 9), bool)
@@ -137,6 +138,7 @@ def test_scanned_layers_have_their_own_embeddings():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_norms_are_folded_where_layers_have_keys(model):
     moments = {name: np.eye(x.shape[1]) for name, x in named_arrays(model).items() if x.ndim == 2}
     balanced = ql.balance(model, moments, "int4_block", block_size=8)

@@ -238,6 +238,7 @@ def test_adapters_of_experts_are_cut_as_their_weights_are(name, checkpoint, tmp_
     np.testing.assert_allclose(found, x.delta(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("adapt", "message"),
     [
@@ -527,6 +528,7 @@ def test_a_part_of_heads_is_rotated_where_transformers_does(checkpoint, tmp_path
         config_of(tmp_path, metadata | {"qwen2.rope.dimension_count": 8}, {}, lambda name: None)
 
 
+@pytest.mark.slow
 def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):
     """As in every GGUF file of GPT-OSS; the file that results is read as llama.cpp reads it."""
     source, model = checkpoint("gpt_oss", rope_parameters=_YARN | {"truncate": False})

@@ -172,6 +172,7 @@ def test_what_a_file_cannot_tell_is_not_saved(model, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_base_that_does_not_fit_the_adapter(tmp_path):
     model = adapted("pissa")
     for base, message in [
@@ -214,6 +215,7 @@ def test_initialisations_that_cannot_be_read(entries, message, tmp_path):
     assert len(str(error.value)) < 1_000
 
 
+@pytest.mark.slow
 def test_a_base_that_pissa_cannot_be_taken_from(tmp_path):
     peft.save_adapter(tmp_path, adapted("pissa"))
     with pytest.raises(CheckpointError, match=r"lora_A\.weight.*is of type Int8Array. Adapt the model first"):

@@ -256,7 +256,7 @@ _TAKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("Qwen3NextForCausalLM")
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", _TAKEN)
 def test_layers_that_peft_takes_for_experts(architecture, tmp_path):
     """They are parameters in the file: those beside experts, and those of layers without any."""
@@ -283,6 +283,7 @@ def test_layers_that_peft_takes_for_experts(architecture, tmp_path):
             peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options | {"where": _DENSE}))
 
 
+@pytest.mark.slow
 def test_dropout_beside_experts(tmp_path):
     """PEFT has none for parameters, and would not load a file that asks for it."""
     base, _ = load(folder("qwen3_moe"))
