@@ -74,6 +74,7 @@ REJECTED = ("fft_thunk.cc", "grad requires real- or complex-valued inputs")
 # not go with it.
 OF_TREES = (
     "tree structure",
+    "branches must have equal output types",  # leaf by leaf, whose dtypes may differ
     "lax.associative_scan",
     "lax.custom_linear_solve",
     "jnp.apply_along_axis",  # maps over it
