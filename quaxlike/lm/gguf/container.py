@@ -162,6 +162,8 @@ class GgufFile(Mapping[str, Any]):
         if tensor.kind not in _PLAIN:
             if layout.numbers or (layout.is_row and len(shape) == 1):  # llama.cpp never quantises these
                 raise file_error(path, name, "must be made of floats; found quantised blocks")
+            if rows is not None and len(shape) == 1:
+                raise file_error(path, name, f"must be a matrix; found the shape {shape}")
             out = read_blocks(BLOCK_TYPES[tensor.kind][1], data, shape, rows, columns)
             return quaxify(_with_axis)(out) if layout.squeezed else out
         x = data.view(_PLAIN[tensor.kind]).reshape(shape)

@@ -195,7 +195,9 @@ def test_adapters(name, tmp_path):
         for tensor, what in itertools.chain(*(_kinds(_variants(file, x)) for x in (_removed, _reshaped))):
             found, error = _outcome(peft.load_adapter, path, model)
             if found is None:
-                assert what != "removed" or _is_named(tensor, error)
+                # Without the embedding, there is a change of the output layer that was tied to it.
+                tied = tensor.replace("model.embed_tokens", "lm_head")
+                assert what != "removed" or _is_named(tensor, error) or _is_named(tied, error)
             else:
                 assert _bytes_of(found) == whole, (tensor, what)
 

@@ -79,6 +79,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The rank is above both sizes")  # of which states take blocks
 @pytest.mark.parametrize(
     "mesh",
     [

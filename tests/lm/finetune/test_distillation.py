@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import equinox as eqx
@@ -116,9 +117,10 @@ def test_another_teacher_and_what_cannot_start(command, tmp_path, capsys):
     file.write_text(json.dumps(text))
     assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
     assert "must have the tokens of" in capsys.readouterr().err
-    file.write_text("{}")
-    assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
-    assert re.search(r"teacher.tokenizer.json.* is not a tokeniser", capsys.readouterr().err)
+    shutil.copytree(tmp_path / "model", tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={tmp_path / 'damaged'}"]) == 2
+    assert re.search(r"damaged.tokenizer.json.* is not a tokeniser", capsys.readouterr().err)
     command.remove("--task=distill")
     assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
     assert "--teacher is for --task distill" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_block_types_and_recipes(quantize, kind, number, checkpoint, tmp_path):
     kinds = {name: names.get(n, n) for name, n in _kinds(tmp_path / "m.gguf").items()}
     assert kinds["blk.0.attn_q.weight"] == kind
     assert kinds["token_embd.weight"] == ("Q6_K" if isinstance(quantize, str) else "Q5_0")  # tied
-    most = {"q4_k_m": "Q6_K", "q5_k_m": "Q6_K"}.get(str(quantize), kind)
+    most = {"q2_k": "Q3_K", "q4_k_m": "Q6_K", "q5_k_m": "Q6_K"}.get(str(quantize), kind)
     assert kinds["blk.2.ffn_down.weight"] == kinds["blk.2.attn_v.weight"] == most
     metadata = lm.open_checkpoint(tmp_path / "m.gguf").metadata
     assert metadata["general.file_type"] == number
