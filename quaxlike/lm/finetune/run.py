@@ -138,6 +138,7 @@ def _prepare(
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
     base, config = _base(train, devices)
+    config = _with_sizes(config, base)
     base, data = begun(base, config, train, data)
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
@@ -256,6 +257,13 @@ def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any
         raise
     except ValueError as error:  # there is a weight that we can't shard evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
+
+
+def _with_sizes(config: dict[str, Any], model: PyTree) -> dict[str, Any]:
+    """Adds any sizes that `config.json` leaves to the defaults of its family, as that of Gemma 3 does."""
+    missing = {name for name in ("vocab_size", "max_position_embeddings") if config.get(name) is None}
+    own = vars(getattr(model, "config", None) or object)
+    return config | {name: own[name] for name in missing if name in own}
 
 
 def trained_in_full(model: PyTree) -> tuple[str, ...]:

@@ -538,6 +538,24 @@ def test_a_token_that_the_model_has_no_row_for(fields, tmp_path):
 
 
 @pytest.mark.slow
+def test_sizes_that_are_those_of_the_family(tmp_path):
+    """As published by Gemma 3, without the size of its vocabulary."""
+    model = tmp_path / "model"
+    checkpoint_with_tokeniser(model, "gemma3")
+    tensors = dict(open_tensors(model / "model.safetensors"))
+    embedding = tensors["model.embed_tokens.weight"]
+    more = np.zeros((262_208 - len(embedding), embedding.shape[1]), embedding.dtype)
+    tensors["model.embed_tokens.weight"] = np.concatenate([embedding, more])
+    write_tensors(model / "model.safetensors", tensors, {})
+    config = json.loads((model / "config.json").read_text())
+    del config["vocab_size"], config["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(config))
+    lines = write(tmp_path / "data.jsonl", [{"text": "the cat sat"}] * 4)
+    files = [f"--model={model}", f"--data={lines}", f"--output={tmp_path / 'out'}"]
+    assert main([*files, "--steps=1", "--max-length=3000", "--quantize=none", "--held-out=0"]) == 0
+
+
+@pytest.mark.slow
 def test_it_trains_without_evaluation(run, tmp_path):
     status, told = run("bert", "label", "--held-out=0", "--steps=1", "--quantize=none", "--target", "query")
     assert status == 0, told

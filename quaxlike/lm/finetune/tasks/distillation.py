@@ -67,7 +67,7 @@ class Distillation(AbstractTextTask):
         own = self.settings.teacher
         folder = own or settings.model
         rule = devices.rule if devices.mesh else None
-        teacher, of_teacher = load(folder, mesh=devices.mesh, sharding=rule)
+        teacher, _ = load(folder, mesh=devices.mesh, sharding=rule)
         if own is None and (settings.quantize == "none" or is_quantised(teacher)):
             raise FinetuneError(
                 "--task distill has nothing to learn from a teacher that is the same model: name another one "
@@ -77,7 +77,7 @@ class Distillation(AbstractTextTask):
             raise FinetuneError(
                 f"--teacher must be a decoder that writes texts; found {type(teacher).__name__}."
             )
-        sizes = [one.get("vocab_size") for one in (of_teacher, config)]
+        sizes = teacher.config.vocab_size, config["vocab_size"]
         if sizes[0] != sizes[1] or not _have_same_tokens(folder, settings.model):
             raise FinetuneError(
                 f"The teacher {folder} must have the tokens of {settings.model}: their vocabularies "
