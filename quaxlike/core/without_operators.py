@@ -195,7 +195,8 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
     Note that `__array__` might raise an error. There are two NumPy functions that would swallow this and
     return False, so for these we call their `jax.numpy` counterparts instead.
     """
-    if not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
+    # Usually there's just our own type.
+    if len(types) > 1 and not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
         return NotImplemented
     compare = _NUMPY_HIDES_ERRORS.get(function.__name__)
     if compare is None:

@@ -329,7 +329,7 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]
     for x in operands:
         if is_value(x):
             parts, treedef = jtu.tree_flatten(x)
-            slots.append(LeafLayout(treedef, tuple(_leaf_aval(x, part) for part in parts)))
+            slots.append(LeafLayout(treedef, _leaf_avals(x, parts)))
             leaves += parts
         else:
             slots.append(LeafLayout(None, (jax.typeof(x),)))
@@ -337,11 +337,14 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]
     return leaves, hooks.placeholders.marked(slots, operands) if hooks.placeholders else tuple(slots)
 
 
-def _leaf_aval(value: Value, leaf: Any) -> Any:
-    try:
-        return jax.typeof(leaf)
-    except TypeError:
-        raise not_an_array(value, leaf) from None
+def _leaf_avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    avals: list[Any] = []
+    for leaf in leaves:
+        try:
+            avals.append(jax.typeof(leaf))
+        except TypeError:
+            raise not_an_array(value, leaf) from None
+    return tuple(avals)
 
 
 @memoised
