@@ -211,11 +211,11 @@ def _split(x: AdaptedArray, *, sizes: Sequence[Any], axis: int):  # sizes may be
 
 
 @register("concatenate")
-def _concatenate(*operands: AdaptedArray | ArrayLike, dimension: int):
+def _concatenate(*operands: AdaptedArray | ArrayLike, dimension: Any):  # may be a NumPy integer
     adapted = _unified(operands)
     if adapted is None or dimension in matrix_labels(adapted[0]):
         return NotImplemented
-    return joined(adapted, dimension)
+    return joined(adapted, int(dimension))
 
 
 @register("stack")

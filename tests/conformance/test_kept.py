@@ -4,12 +4,6 @@ made dense has the numbers of the array."""
 import pytest
 
 from tests.differential import kept
-from tests.samples import checks_annotations
-
-pytestmark = pytest.mark.skipif(
-    checks_annotations,
-    reason="JAX passes axes as integers of NumPy, which are other types than the rules' annotations say.",
-)
 
 # Of the others the slow tests alone ask: together these reach nearly all rules that keep a type.
 QUICK = [

@@ -34,13 +34,13 @@ def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
 
 
 @register("concatenate")
-def _concatenate(*operands: LoraArray | ArrayLike, dimension: int):
+def _concatenate(*operands: LoraArray | ArrayLike, dimension: Any):
     loras = alike(operands)
     if loras is None:
         return NotImplemented
     if dimension in matrix_labels(loras[0]):
-        return _fused(loras, dimension)
-    return _in_a_row(loras, joined, dimension)
+        return _fused(loras, int(dimension))
+    return _in_a_row(loras, joined, int(dimension))
 
 
 @register("stack")

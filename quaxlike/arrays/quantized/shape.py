@@ -155,11 +155,11 @@ def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
 
 
 @register("concatenate")
-def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
+def _concatenate(*ws: AbstractQuantizedArray, dimension: Any, **params: Any) -> Any:
     ws = _alike(ws)
     if len({jax.tree.structure(w.scale) for w in ws}) > 1:
         ws = tuple(with_most_leading_axes(w) for w in ws)
-    parts = [part for w in ws if (part := with_free_axes(w, [dimension])) is not None]
+    parts = [part for w in ws if (part := with_free_axes(w, [int(dimension)])) is not None]
     if len(parts) < len(ws) or len({jax.tree.structure(part) for part in parts}) > 1:
         return NotImplemented
     stored_axis = parts[0].permutation[dimension]

@@ -81,7 +81,7 @@ def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequenc
 
 
 @register("reduce_sum")
-def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[Any], **params: Any) -> Any:
     n = x.num_batch
     summed = {(axis - n) ^ x.transposed for axis in axes if axis >= n}  # axes of the stored matrix
     if not summed or isinstance(x.blocks, ArrayValue):

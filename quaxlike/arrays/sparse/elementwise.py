@@ -110,7 +110,7 @@ def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArr
 
 
 @register("reduce_sum")
-def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+def _reduce_sum(x: SparseArray, *, axes: Sequence[Any], **params: Any) -> Any:
     shape, x = x.shape, unstacked(x)
     kept = [axis for axis in range(len(shape)) if axis not in axes]
     if not kept:
@@ -123,7 +123,7 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
 
 
 @register(["reduce_or", "reduce_and"])
-def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[Any], **params: Any) -> Any:
     """Reduces booleans by counting how many of them are True."""
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):

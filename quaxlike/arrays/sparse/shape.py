@@ -123,7 +123,7 @@ def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseA
 
 
 @register("concatenate")
-def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray:
+def _concatenate(*xs: SparseArray, dimension: Any, **params: Any) -> SparseArray:
     if len({(x.num_batch, x.sizes, x.order is None, x.major) for x in xs}) == 1 and (
         dimension < xs[0].num_batch
     ):

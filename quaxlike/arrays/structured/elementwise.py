@@ -179,7 +179,7 @@ def _plus_update(primitive: Primitive, x: ArrayLike, y: LowRankUpdate, **params:
 
 
 @register("reduce_sum")
-def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
+def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[Any], **params: Any):
     n = x.num_batch
     rows, columns = n in axes, n + 1 in axes
     if not rows and not columns:

@@ -77,7 +77,7 @@ def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
 
 
 @register("concatenate")
-def _concatenate(x: StructuredMatrix, *rest: StructuredMatrix, dimension: int):
+def _concatenate(x: StructuredMatrix, *rest: StructuredMatrix, dimension: Any):
     if dimension >= x.num_batch:
         return NotImplemented
     return _join([x, *rest], lambda parts: jnp.concatenate(parts, dimension))

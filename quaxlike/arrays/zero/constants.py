@@ -349,7 +349,7 @@ _REDUCED: dict[str, Callable[[Any, int], Any]] = {
 
 
 @register(tuple(_REDUCED))
-def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **params: Any) -> Any:
+def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[Any], **params: Any) -> Any:
     # Each array of a stack has its own value, which means that we can't reduce over the batch axes.
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
@@ -365,7 +365,7 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
 
 
 @register("sort")
-def _sort(*xs: Constant, dimension: int, **params: Any) -> Any:
+def _sort(*xs: Constant, dimension: Any, **params: Any) -> Any:
     return NotImplemented if any(dimension < np.ndim(_scalar(x)) for x in xs) else list(xs)
 
 
@@ -481,7 +481,7 @@ def _elementwise_on_identity(primitive: Primitive, x: Identity, **params: Any) -
 
 
 @register("reduce_sum")
-def _reduce_sum(x: Identity, *, axes: Sequence[int], **params: Any) -> Full | Identity:
+def _reduce_sum(x: Identity, *, axes: Sequence[Any], **params: Any) -> Full | Identity:
     if not axes:
         return x
     return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
