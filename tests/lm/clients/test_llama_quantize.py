@@ -156,8 +156,8 @@ def test_greedy_tokens_in_every_type(name, checkpoint, llama_cpp, compare, tmp_p
         differ = np.flatnonzero(sure & (found != np.asarray(new)))
         if name == "mixtral" and len(differ) == 1:
             sure[differ] = False
-        # With 2 bits, more of them are almost equal.
-        assert np.mean(sure) > (0.6 if quantize == "q2_k" else 0.8)
+        # With 2 or 3 bits, more of them are almost equal.
+        assert np.mean(sure) > (0.6 if quantize in ("q2_k", "q3_k") else 0.8)
         what = "learned texts"
         compare("llama.cpp", "GGUF, all types and presets", name, what, found[sure], np.asarray(new)[sure])
 
