@@ -551,6 +551,8 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }  # fmt: skip
+#: Those that tie their output layer if their `config.json` doesn't say, whatever its `text_config` says.
+TIED_TOWERS = frozenset(f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Mistral3"))
 #: The path of the decoder within such a model. (Tensor names in files are different.)
 BODY_OF_TOWER = "model.language_model"
 #: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other

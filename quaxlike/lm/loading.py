@@ -43,7 +43,13 @@ from .models.bert import Bert, BertConfig, BertForSequenceClassification, BertFo
 from .models.classifier import AbstractClassifier
 from .models.decoder import Decoder
 from .models.decoder_classifiers import DecoderForSequenceClassification, DecoderForTokenClassification
-from .models.decoder_config import DecoderConfig, is_text_tower, text_tower, warn_of_unread
+from .models.decoder_config import (
+    DecoderConfig,
+    is_text_tower,
+    is_tied_by_default,
+    text_tower,
+    warn_of_unread,
+)
 from .models.modern_bert import (
     ModernBert,
     ModernBertConfig,
@@ -364,7 +370,11 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     warn_of_unread(path, weights.config, config, parsed)
     writes = isinstance(parsed, DecoderConfig) and not parsed.head
     if writes and not parsed.tie_word_embeddings and "lm_head.weight" not in text_tensors(weights):
-        parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
+        if is_tied_by_default(weights.config):
+            config["tie_word_embeddings"] = True
+            parsed = read.from_json(config)
+        else:
+            parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
     if isinstance(parsed, DecoderConfig) and is_text_tower(weights.config):
         parsed = dataclasses.replace(parsed, body_name=BODY_OF_TOWER)
     model = eqx.filter_eval_shape(make, parsed, key=jax.random.key(0))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, Family, classifiers
+from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, TIED_TOWERS, Family, classifiers
 from ..folders.entries import warn_of_unknown
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
@@ -19,6 +19,11 @@ from .rope import Rope, rope_for
 def is_text_tower(config: Mapping[str, Any]) -> bool:
     """Returns whether the decoder is only part of a multimodal model."""
     return _whole_of(config) is not None
+
+
+def is_tied_by_default(config: Mapping[str, Any]) -> bool:
+    """Returns whether a multimodal model ties its output layer because its `config.json` doesn't say."""
+    return config.get("tie_word_embeddings") is None and _whole_of(config) in TIED_TOWERS
 
 
 def _whole_of(config: Mapping[str, Any]) -> str | None:

@@ -280,6 +280,28 @@ def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
     compare(logits_of_transformers(again, ids, seen), wanted, 2e-4)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_towers_tie_by_default(name, compare, tmp_path):
+    """What a text's configuration says of its output layer has no effect, as in transformers."""
+    import torch
+
+    theirs, ids, seen = tower_of(name)
+    theirs.save_pretrained(tmp_path / "base")
+    tensors = {n: x for n, x in open_tensors(tmp_path / "base").items() if "lm_head" not in n}
+    write_tensors(tmp_path / "base" / "model.safetensors", tensors, {"format": "pt"})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    theirs = type(theirs).from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    model, config = load(tmp_path / "base")
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    compare("transformers", "safetensors", name, "logits, tied by default", run(model), wanted, 2e-4)
+    assert config["tie_word_embeddings"] is model.config.tie_word_embeddings is True
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma3"])
 def test_an_output_layer_beside_a_tied_embedding(kind, compare, tmp_path):
     """transformers does not tie them if their numbers differ, whatever the configuration says."""
