@@ -161,31 +161,33 @@ def weights_to_adapt(
         inside |= {name: x for name, x in heads.items() if name not in named}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    if embedding in targets:  # If both are selected, then keep them tied, so that they share an adapter.
-        targets.pop(head, None)
-    both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
-    if len(both) == 2 and both[0] == both[1]:  # Either both are trained in full, or in the same rows.
-        taken.pop(head)
-    if head not in targets and head not in taken:
-        model = tied
+    if head is not None:
+        if embedding in targets:  # If both are selected, then keep them tied, so that they share an adapter.
+            targets.pop(head, None)
+        both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
+        if len(both) == 2 and both[0] == both[1]:  # Either both are trained in full, or in the same rows.
+            taken.pop(head)
+        if head not in targets and head not in taken:
+            model = tied
     if not targets:
         raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
     return model, targets, taken
 
 
-def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
+def _with_own_head(model: PyTree) -> tuple[PyTree, str | None, str | None]:
     """Unties the output layer from the embedding.
 
     Returns the model, along with the names of both weights if they were tied. Models opt into this by
     defining a `with_separate_head` method.
     """
     if not hasattr(model, "with_separate_head"):
-        return model, "", ""
+        return model, None, None
     own = model.with_separate_head()
     arrays, before = named_arrays(own), named_arrays(model)
-    head = next((name for name in arrays if name not in before), "")
-    embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
-    return own, head, embedding
+    head = next((name for name in arrays if name not in before), None)
+    if head is None:
+        return model, None, None
+    return own, head, next((name for name, leaf in before.items() if leaf is arrays[head]), None)
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
 def listing(arrays: Mapping[str, Any]) -> str:
     """Formats the first few names for use in error messages, along with their shapes."""
     at_most = 8
-    names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
+    names = [f"{name or repr(name)} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
 

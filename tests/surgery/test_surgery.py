@@ -329,3 +329,18 @@ def test_summary_names_the_codec_of_blocks(mlp):
     blocks = ql.BlockSparseArray.from_dense(jnp.ones((128, 128)), block_size=64)
     (row,) = ql.summary(ql.quantize({"w": blocks}, "nf4", where=["w"])).rows
     assert row.type == "BlockSparseArray of NF4Array"
+
+
+def test_an_array_is_a_model():
+    """Its name is empty, which is no other weight's."""
+    w, x = normal(16, 8), normal(3, 8)
+    adapted = perturbed(ql.loraify(ql.quantize(w, "int8"), rank=2, key=KEY))
+    assert isinstance(adapted, ql.LoraArray)
+    assert isinstance(adapted.base, ql.Int8Array)
+    np.testing.assert_allclose(ql.quaxify(jnp.matmul)(x, adapted.T), x @ ql.materialise(adapted).T, atol=1e-5)
+    assert ql.trainable(adapted).a is True
+    assert list(ql.select(adapted, ".*")) == [""]
+    with pytest.raises(
+        ValueError, match=r"'head' in modules_to_save is not in the model\. There are '' \(16, 8\)"
+    ):
+        ql.loraify(w, rank=2, key=KEY, modules_to_save=["head"])
