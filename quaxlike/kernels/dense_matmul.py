@@ -47,7 +47,7 @@ def dense_matmul(
     # If the operands are sharded, or if the user has requested a precision, then leave the product to XLA.
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
         return _plain(x, w, weight_first=weight_first)
-    return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first)
+    return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first, transposed=False)
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
@@ -79,18 +79,24 @@ def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Fl
     return stacked_matmul_p(*vary_alike((x, w)))
 
 
-def _plain(x: Array, w: Array, *, weight_first: bool = False) -> Array:
+def _plain(
+    x: Array, w: Array, *, weight_first: bool = False, transposed: bool = False, dtype: Any = None
+) -> Array:
+    """Computes `x @ w.T`, or `x @ w` if `transposed`, as in the gradient with respect to `x`."""
     if weight_first:
         return jnp.moveaxis(lax.dot_general(w, x, (((1,), (x.ndim - 1,)), ((), ()))), 0, -1)
-    return lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+    axes = ((x.ndim - 1,), (0 if transposed else 1,))
+    return lax.dot_general(x, w, (axes, ((), ())), preferred_element_type=dtype)
 
 
-def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
+def _on_cpu(x: Array, w: Array, *, weight_first: bool = False, transposed: bool = False) -> Array:
+    # Older versions of XLA only have fast products of bfloat16 operands if the result is in float32.
+    plain = functools.partial(_plain, dtype=jnp.float32)
     rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
-        return _plain(x, w)
+    if transposed or not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
+        return plain(x, w, transposed=transposed).astype(x.dtype)
     if rows > 1:  # We need a barrier, because otherwise XLA would rewrite this to `x @ w.T`.
-        y = lax.optimization_barrier(_plain(w, x.reshape(rows, -1))).T
+        y = lax.optimization_barrier(plain(w, x.reshape(rows, -1)).astype(x.dtype)).T
     elif x.dtype == jnp.bfloat16:
         y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
     else:
@@ -98,10 +104,11 @@ def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     return y.reshape(*x.shape[:-1], len(w))
 
 
-def _native(x: Array, w: Array, *, weight_first: bool = False) -> Array:
+def _native(x: Array, w: Array, *, weight_first: bool = False, transposed: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or not 0 < rows <= _MOST_ROWS[x.dtype.name] or not w.size:
-        return _on_cpu(x, w)
+    few = isinstance(rows, int) and 0 < rows <= _MOST_ROWS[x.dtype.name]
+    if transposed or not few or not w.size:
+        return _on_cpu(x, w, transposed=transposed)
     out = jax.ShapeDtypeStruct((rows, len(w)), x.dtype)
     y = jax.ffi.ffi_call("quaxlike_multiply_dense", out)(x.reshape(rows, -1), w)
     return y.reshape(*x.shape[:-1], len(w))
@@ -123,10 +130,12 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     return sum_tangents(dense_matmul_p, primals, tangents, params)
 
 
-def _transpose(ct: Any, x: Any, w: Any, **params: Any) -> Any:
+def _transpose(ct: Any, x: Any, w: Any, *, transposed: bool, **params: Any) -> Any:
     if not ad.is_undefined_primal(x):
         return NotImplemented
-    return lax.dot_general(ct, w, (((ct.ndim - 1,), (0,)), ((), ()))), None
+    if ct.dtype != jnp.bfloat16 or is_spread((ct, w)):
+        return _plain(ct, w, transposed=not transposed), None
+    return dense_matmul_p(*vary_alike((ct, w)), weight_first=False, transposed=not transposed), None
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:

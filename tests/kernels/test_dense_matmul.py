@@ -65,6 +65,22 @@ def test_some_rows_come_second(rows, form, dtype):
     assert re.search(rf"\[{shape}\]\S* dot\(", text)
 
 
+@pytest.mark.parametrize("rows", [3, 100])
+def test_bfloat16_is_summed_in_float32_on_cpus(rows):
+    """For XLA's fast products; the gradient for rows of x, too, but not on other platforms."""
+    x, w = _operands(rows)
+    pull = lambda ct: jax.vjp(lambda x: dense_matmul(x, w), x)[1](ct)[0]
+    with kernels.backend("reference"):
+        for f, operand in ((lambda x: dense_matmul(x, w), x), (pull, normal(rows, N, dtype="bfloat16"))):
+            program = jax.jit(f).trace(operand)
+            dots = {"cpu": "f32", "cuda": "bf16"}
+            for platform, dtype in dots.items():
+                text = program.lower(lowering_platforms=(platform,)).as_text()
+                (dot,) = (line for line in text.splitlines() if "dot_general" in line)
+                assert re.search(rf"-> tensor<\d+x\d+x{dtype}>", dot), dot
+            assert jax.jit(f)(operand).dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 def test_a_batch_of_rows_is_one_product():
     x, w = _operands(3)
