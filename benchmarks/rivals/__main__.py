@@ -148,7 +148,8 @@ def processor() -> str:
         (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine()
     )
     flags = next((x for x in lines if x.startswith("flags")), "")
-    has = [label for flag, label in (("avx2", "AVX2"), ("avx512f", "AVX-512")) if f" {flag}" in flags]
+    known = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("amx_bf16", "AMX"))
+    has = [label for flag, label in known if f" {flag}" in flags]
     return f"{name} ({', '.join(has) or platform.machine()}), {os.cpu_count()} cores"
 
 
@@ -171,7 +172,7 @@ def _times(found: dict[str, Any]) -> str:
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """The page of the documentation: a row for each work, a column for each processor."""
+    """The page of the documentation: a row for each work."""
     size = files.FULL
     parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), _PICTURE]
     parts.append(_lines(_table(records, apart=False)))
@@ -197,20 +198,22 @@ def _commits(record: Record) -> str:
 
 
 def _table(records: Mapping[str, Record], apart: bool) -> Iterator[list[str]]:
-    """The ratios; or `apart`, those that tell how slow the rival is on a processor."""
+    """The ratios, a column for each processor and number of cores; or `apart`, those that tell how slow the
+    rival is on a processor."""
     rows = {row.name: row for row in ROWS}
-    of = {
-        on: {(x["row"], x["cores"]): x for x in record["rows"] if _is_apart(on, x, rows) == apart}
-        for on, record in records.items()
-    }
-    shown = {on: found for on, found in of.items() if found} if apart else of
-    header = ["work ÷ beside", "cores", "at most", *shown]
+    columns: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for on, record in records.items():
+        for found in record["rows"]:
+            if _is_apart(on, found, rows) == apart:
+                columns.setdefault((on, found["cores"]), {})[found["row"]] = found
+    shown = {key: columns[key] for key in sorted(columns, key=lambda key: ([*records].index(key[0]), key[1]))}
+    header = ["work ÷ beside", "at most", *(f"{on}: on {cores}" for on, cores in shown)]
     yield header
     yield ["---"] * len(header)
     for row in ROWS:
-        for cores in sorted({cores for found in shown.values() for name, cores in found if name == row.name}):
-            cells = [_cell(found.get((row.name, cores))) for found in shown.values()]
-            yield [f"{row.name} ÷ {row.rival}", str(cores), f"{row.limit:g}", *cells]
+        if any(row.name in found for found in shown.values()):
+            cells = [_cell(found.get(row.name)) for found in shown.values()]
+            yield [f"{row.name} ÷ {row.rival}", f"{row.limit:g}", *cells]
 
 
 def _is_apart(on: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> bool:
@@ -218,12 +221,9 @@ def _is_apart(on: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> boo
 
 
 def _cell(found: dict[str, Any] | None) -> str:
-    """A ratio and the times."""
     if found is None:
         return ""
-    if "missing" in found:
-        return f"not run: {found['missing']}"
-    return f"{found['ratio']:.2f} ({_times(found)})"
+    return f"not run: {found['missing']}" if "missing" in found else f"{found['ratio']:.2f}"
 
 
 def _above(records: Mapping[str, Record]) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _above(records: Mapping[str, Record]) -> Iterator[str]:
         yield f"- {'; '.join(names)}: {reason}."
 
 
-_PICTURE = "![Ratios of the table, with their ranges](assets/rivals.png){ .narrow }"
+_PICTURE = "![Ratios on one core, with their ranges](assets/rivals.png){ .narrow }"
 _INTRODUCTION = """\
 # Beside what users would pick instead
 
@@ -252,7 +252,8 @@ instead.
 `python -m benchmarks.rivals --record` wrote it; `--only TEXT --cores N` measures single rows. Both sides read
 the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of {size.width}), and
 the same tokens. Each is a process of its own; they take turns. A number is the median of ours ÷ theirs: below
-1, quaxlike takes less time. Milliseconds of both are in parentheses. “At most” is what the project aims at.
+1, quaxlike takes less time. “At most” is what the project aims at, and “on 1” is on one core. The seconds of
+both, and their ranges, are in `benchmarks/rivals.json`.
 
 “Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the
 programs that the first one compiled are in the cache that commands keep.\
@@ -266,12 +267,12 @@ AVX-512. These ratios show that, and little of quaxlike. They are not in the pic
 
 
 def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
-    """The picture: points for each row, their ranges, and what they should be at most."""
+    """The picture: points for each row on one core, their ranges, and what they should be at most."""
     import matplotlib.pyplot as plt
 
     rows = {row.name: row for row in ROWS}
     drawn = {
-        on: [x for x in record["rows"] if "ratio" in x and not _is_apart(on, x, rows)]
+        on: [x for x in record["rows"] if x["cores"] == 1 and "ratio" in x and not _is_apart(on, x, rows)]
         for on, record in records.items()
     }
     shown, order = list(itertools.chain(*drawn.values())), list(rows)
@@ -279,18 +280,11 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     names = list(dict.fromkeys(map(_name, shown)))
     # As wide as a phone can show, so names stand above their points.
     figure, axes = plt.subplots(figsize=(4.6, 1.4 + 0.36 * len(names) + 0.3 * len(records)))
-    for colour, (on, measured) in enumerate(drawn.items()):
-        for cores, marker in ((1, "o"), (2, "s")):
-            of_cores = [x for x in measured if x["cores"] == cores]
-            if not of_cores:
-                continue
-            at = [names.index(_name(x)) + 0.15 * (1.5 - cores) for x in of_cores]
-            ratios = [x["ratio"] for x in of_cores]
-            sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
-            label = f"{on}: on {cores}"
-            axes.errorbar(
-                ratios, at, xerr=sides, fmt=marker, color=f"C{colour}", label=label, capsize=2, markersize=4
-            )
+    for place, (on, measured) in enumerate(drawn.items()):
+        at = [names.index(_name(x)) + 0.15 * (place - (len(drawn) - 1) / 2) for x in measured]
+        ratios = [x["ratio"] for x in measured]
+        sides = [[abs(x["range"][i] - x["ratio"]) for x in measured] for i in (0, 1)]
+        axes.errorbar(ratios, at, xerr=sides, fmt="o", color=f"C{place}", label=on, capsize=2, markersize=4)
     limits = [next(x["at most"] for x in shown if _name(x) == name) for name in names]
     axes.scatter(limits, range(len(names)), marker="|", s=60, color="black", label="at most")
     axes.axvline(1, color="grey", linewidth=0.8)
