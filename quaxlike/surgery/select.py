@@ -170,9 +170,14 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     chosen = [name for name, kind in kinds.items() if kind in ("linear", "matrix")]
     if not chosen:
         arrays = {name: record.array for name, record in records.items()}
+        others = [name for name, record in records.items() if record.layout is not None]
+        hint = (
+            f"; name the weights instead, e.g. where=[{others[0]!r}]"
+            if others
+            else ", nor any other weight of two or more axes and floating-point dtype"
+        )
         raise ValueError(
-            f"'all-linear' finds no linear layer in the model; name the weights instead, e.g. "
-            f"where=[{next(iter(arrays), 'weight')!r}]. The model has {listing(arrays)}."
+            f"'all-linear' finds no linear layer in the model{hint}. The model has {listing(arrays)}."
         )
     return chosen
 

@@ -344,3 +344,11 @@ def test_an_array_is_a_model():
         ValueError, match=r"'head' in modules_to_save is not in the model\. There are '' \(16, 8\)"
     ):
         ql.loraify(w, rank=2, key=KEY, modules_to_save=["head"])
+
+
+def test_a_model_without_linear_layers():
+    """What could be named instead is told, if there is anything."""
+    with pytest.raises(ValueError, match=r"e\.g\. where=\['weight'\]\. The model has weight \(8, 3, 3, 3\)"):
+        ql.loraify(drawn(eqx.nn.Conv2d, 3, 8, 3, key=random_key()), rank=2, key=KEY)
+    with pytest.raises(ValueError, match="nor any other weight of two or more axes and floating-point dtype"):
+        ql.loraify({"bias": normal(3), "codes": np.ones((4, 4), int)}, rank=2, key=KEY)
