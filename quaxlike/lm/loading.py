@@ -127,7 +127,7 @@ def load(
 
         def logits(directory):
             model, config = ql.lm.load(directory, quantize="nf4")
-            return ql.quaxify(model)(jnp.arange(5), jnp.ones(5, bool))
+            return ql.quaxify(model)(jnp.arange(5))
         ```
     """
     skeleton, config, weights = open_model(directory)

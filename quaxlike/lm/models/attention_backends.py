@@ -55,7 +55,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
         )
         model = Decoder(config, key=jax.random.key(0))
         with attention_backend("splash"):
-            logits = model(jnp.arange(128) % 50, jnp.ones(128, bool))
+            logits = model(jnp.arange(128) % 50)
         ```
     """
     if name is not None and name not in _KERNELS:

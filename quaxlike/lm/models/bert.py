@@ -17,7 +17,7 @@ from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import Config
 from .attention import Sight, attend
 from .classifier import AbstractClassifier
-from .layers import Hidden, Ids, Seen, each
+from .layers import Hidden, Ids, Seen, each, seen_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,8 @@ class Bert(eqx.Module):
         self.encoder = BertEncoder([layer() for _ in range(config.num_hidden_layers)])
         self.pooler = Dense(linear(hidden, hidden)) if pooled else None
 
-    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
+    def __call__(self, ids: Ids, seen: Seen | None = None, types: Ids | None = None) -> Hidden:
+        seen = seen_of(ids, seen)
         x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
         sight = Sight.of(seen)
         for layer in self.layers:
@@ -192,7 +193,9 @@ class AbstractBertClassifier(AbstractClassifier):
 class BertForSequenceClassification(AbstractBertClassifier):
     """A BERT classifier that computes the class logits of a whole text."""
 
-    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
+    def __call__(
+        self, ids: Ids, seen: Seen | None = None, types: Ids | None = None
+    ) -> Float[Array, " classes"]:
         # The pooler only looks at the first token, which is [CLS].
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
@@ -204,5 +207,7 @@ class BertForTokenClassification(AbstractBertClassifier):
 
     of_tokens: ClassVar[bool] = True
 
-    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, "tokens classes"]:
+    def __call__(
+        self, ids: Ids, seen: Seen | None = None, types: Ids | None = None
+    ) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.bert(ids, seen, types))

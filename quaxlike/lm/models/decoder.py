@@ -27,7 +27,7 @@ from .experts_beside import of_layer as experts_of_layer
 from .experts_beside import with_experts
 from .feed_forward import MLP, SparseMLP
 from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
-from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
+from .layers import Hidden, Ids, Part, Seen, each, norm, seen_of, times_rows
 from .mixer import AbstractMemory, AbstractMixer, Context
 from .per_layer_input import OF_BODY, OF_LAYER, added, inputs_of_layers, of_body, of_layer
 from .shared_attention import GlobalAttention, GlobalQueries, LocalAttention, LocalQueries
@@ -178,7 +178,7 @@ _D = TypeVar("_D", bound="AbstractDecoder")
 class AbstractDecoder(Part, roles="model"):
     """Abstract base class for decoders, which differ only in their output layer."""
 
-    def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
+    def hidden(self, ids: Ids, seen: Seen | None = None, segments: Ids | None = None) -> Hidden:
         """Computes the final hidden states of a text, or of several texts packed into a single row.
 
         **Arguments:**
@@ -187,7 +187,7 @@ class AbstractDecoder(Part, roles="model"):
         - `segments`: each token's segment id. Texts with different ids don't attend to each other, and each
             text's positions start from 0. Default: a single text.
         """
-        return self.body(ids, seen, segments=segments)[0]
+        return self.body(ids, seen_of(ids, seen), segments=segments)[0]
 
     @property
     def body(self) -> Body:
@@ -264,7 +264,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
             }
         )
         model = Decoder(config, key=jax.random.key(0))
-        logits = model(jnp.arange(5), jnp.ones(5, bool))  # (5, 50)
+        logits = model(jnp.arange(5))  # (5, 50)
         ```
     """
 
@@ -273,13 +273,16 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         own = None if config.tie_word_embeddings or config.headless else _head(config, head)
         self._fill(config, model=Body(config, body), lm_head=own)
 
-    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, "tokens vocab"]:
         """Computes the logits for a single sequence.
 
         **Arguments:**
 
         - `ids`: the tokens.
         - `seen`: False for padding, which can be on either side and isn't counted towards positions.
+            Default: no padding.
+
+        **Raises:** `ValueError` if `ids` isn't a single text.
         """
         return self.logits(self.hidden(ids, seen))
 

@@ -12,7 +12,7 @@ from ..folders.labels import Labels
 from .classifier import AbstractClassifier
 from .decoder import AbstractDecoder, Body
 from .decoder_config import DecoderConfig
-from .layers import Ids, Seen, each
+from .layers import Ids, Seen, each, seen_of
 
 
 class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier, roles="model score classifier"):
@@ -62,12 +62,13 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier):
             "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
         })
         model = DecoderForSequenceClassification(config, key=jax.random.key(0))
-        logits = model(jnp.arange(5), jnp.ones(5, bool))  # (3,)
+        logits = model(jnp.arange(5))  # (3,)
         ```
     """
 
-    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " labels"]:
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, " labels"]:
         """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
+        seen = seen_of(ids, seen)
         last = self.hidden(ids, seen)[self._last(ids, seen)]
         return each(self.part(self.head_parts[0]), last[None])[0]
 
@@ -86,6 +87,6 @@ class DecoderForTokenClassification(AbstractDecoderClassifier):
 
     of_tokens: ClassVar[bool] = True
 
-    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens labels"]:
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, "tokens labels"]:
         """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
         return each(self.part(self.head_parts[0]), self.hidden(ids, seen))

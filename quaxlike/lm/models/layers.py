@@ -25,6 +25,19 @@ Seen = Bool[Array, " tokens"]
 Hidden = Float[Array, "tokens hidden"]
 
 
+def seen_of(ids: Ids, seen: Seen | None) -> Seen:
+    """Returns `seen`, which defaults to True for every token.
+
+    **Raises:** `ValueError` if `ids` isn't a single text.
+    """
+    if ids.ndim != 1:
+        raise ValueError(
+            f"`ids` must be the tokens of one text, of shape (tokens,); found {ids.shape}. For several, use "
+            "`jax.vmap(model)`."
+        )
+    return jnp.ones_like(ids, bool) if seen is None else seen
+
+
 class Part(eqx.Module):
     """A module of a decoder, with submodules that are named as in the checkpoint.
 

@@ -15,7 +15,7 @@ from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import ATTENTION, Config, kinds_of, refused, whole
 from .attention import Sight, attend
 from .classifier import AbstractClassifier
-from .layers import Hidden, Ids, Seen, each
+from .layers import Hidden, Ids, Seen, each, seen_of
 from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
@@ -180,8 +180,9 @@ class ModernBert(eqx.Module):
         self.layers = [layer(i) for i in range(c.num_hidden_layers)]
         self.final_norm = norm()
 
-    def __call__(self, ids: Ids, seen: Seen) -> Hidden:
-        """Computes a vector for each token in `ids`. `seen` is False for padding."""
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Hidden:
+        """Computes a vector for each token in `ids`. `seen` is False for padding. Default: no padding."""
+        seen = seen_of(ids, seen)
         x, order = self.embeddings(ids), jnp.arange(len(ids))
         reach, length = self.config.local_attention // 2, jnp.sum(seen)
         sights = Sight.of(seen), Sight.of(seen, before=reach, after=reach)
@@ -239,7 +240,8 @@ class AbstractModernBertClassifier(AbstractClassifier):
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
     """A ModernBERT classifier that computes the class logits of a whole text."""
 
-    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, " classes"]:
+        seen = seen_of(ids, seen)
         hidden = self.model(ids, seen)
         # In transformers this is always the first position, even if that happens to be padding. Do the same.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
@@ -251,5 +253,5 @@ class ModernBertForTokenClassification(AbstractModernBertClassifier):
 
     of_tokens: ClassVar[bool] = True
 
-    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens classes"]:
+    def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.head(self.model(ids, seen)))

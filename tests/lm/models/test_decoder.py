@@ -15,11 +15,20 @@ from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import FAMILIES, UnsupportedConfigError, load
 from quaxlike.lm.families import OF_FEW
-from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.lm.models import (
+    Bert,
+    BertConfig,
+    Decoder,
+    DecoderConfig,
+    DecoderForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+)
 from quaxlike.lm.models.decoder_config import text_tower
 from quaxlike.lm.models.feed_forward import route
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.lm.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy
+from tests.samples import wrong_types
 
 FEW = ["llama_llama3", "gemma3", "qwen2_moe"]  # the others take long
 SHARED = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
@@ -397,3 +406,36 @@ def test_an_untied_output_layer_may_be_missing_where_texts_are_embedded(pooled, 
     np.testing.assert_array_equal(model.hidden(ids, seen), whole.hidden(ids, seen))
     with pytest.raises(ValueError, match="has no output layer"):
         model(ids, seen)
+
+
+_TINY = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 11,
+}  # fmt: skip
+_QWEN3, _REWARD = (
+    {**_TINY, "architectures": [f"Qwen3For{task}"]} for task in ("CausalLM", "SequenceClassification")
+)
+MODEL_CLASSES = {
+    Decoder: lambda: DecoderConfig.from_json(_QWEN3),
+    DecoderForSequenceClassification: lambda: DecoderConfig.from_json(_REWARD),
+    Bert: lambda: BertConfig.from_json({**_TINY, "max_position_embeddings": 8}),
+    ModernBertForSequenceClassification: lambda: ModernBertConfig.from_json(
+        {**_TINY, "classifier_pooling": "mean"}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODEL_CLASSES, ids=lambda kind: kind.__name__)
+def test_a_text_without_padding_needs_no_mask(kind):
+    model, ids = kind(MODEL_CLASSES[kind](), key=jax.random.key(0)), jnp.arange(5)
+    found, wanted = jax.jit(lambda model: (model(ids), model(ids, jnp.ones(5, bool))))(model)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@wrong_types
+@pytest.mark.parametrize("kind", MODEL_CLASSES, ids=lambda kind: kind.__name__)
+def test_several_texts_are_for_vmap(kind):
+    model = eqx.filter_eval_shape(kind, MODEL_CLASSES[kind](), key=jax.random.key(0))
+    message = r"the tokens of one text, .* found \(2, 5\)\. For several, use `jax\.vmap"
+    with pytest.raises(ValueError, match=message):
+        eqx.filter_eval_shape(model, jax.ShapeDtypeStruct((2, 5), jnp.int32))
