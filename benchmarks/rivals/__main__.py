@@ -201,12 +201,14 @@ def _table(records: Mapping[str, Record], apart: bool) -> Iterator[list[str]]:
     """The ratios, a column for each processor and number of cores; or `apart`, those that tell how slow the
     rival is on a processor."""
     rows = {row.name: row for row in ROWS}
-    columns: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for on, record in records.items():
-        for found in record["rows"]:
-            if _is_apart(on, found, rows) == apart:
-                columns.setdefault((on, found["cores"]), {})[found["row"]] = found
-    shown = {key: columns[key] for key in sorted(columns, key=lambda key: ([*records].index(key[0]), key[1]))}
+
+    def column(on: str, cores: int) -> dict[str, dict[str, Any]]:
+        of_cores = (x for x in records[on]["rows"] if x["cores"] == cores)
+        return {x["row"]: x for x in of_cores if _is_apart(on, x, rows) == apart}
+
+    known = sorted({x["cores"] for record in records.values() for x in record["rows"]})
+    columns = {(on, cores): column(on, cores) for on in records for cores in known}
+    shown = {key: found for key, found in columns.items() if found}
     header = ["work ÷ beside", "at most", *(f"{on}: on {cores}" for on, cores in shown)]
     yield header
     yield ["---"] * len(header)
