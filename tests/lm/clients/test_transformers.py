@@ -284,6 +284,7 @@ def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
 def test_towers_tie_by_default(name, compare, tmp_path):
     """What a text's configuration says of its output layer has no effect, as in transformers."""
     import torch
+    import transformers
 
     theirs, ids, seen = tower_of(name)
     theirs.save_pretrained(tmp_path / "base")
@@ -300,6 +301,10 @@ def test_towers_tie_by_default(name, compare, tmp_path):
     run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
     compare("transformers", "safetensors", name, "logits, tied by default", run(model), wanted, 2e-4)
     assert config["tie_word_embeddings"] is model.config.tie_word_embeddings is True
+    save(tmp_path / "text", model, tmp_path / "base")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
+    found = logits_of_transformers(again, ids, seen)
+    compare("transformers", "safetensors", name, "logits, tied by default", found, wanted, 2e-4)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma3"])
