@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
@@ -109,7 +110,8 @@ def quantize(
     `TypeError` if the scheme doesn't have an option. `ValueError` if the scheme is unknown, if a pattern
     matches nothing (the message includes close matches), if a rule in a recipe has no effect or an option
     that its scheme doesn't have, if a weight is neither a dense array nor an adapter over one, if a layer is
-    missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but the
+    missing from `maxima` or its maximum is 0, if a weight has elements that are NaN or infinite, if its
+    layout is unknown, or if `head=True` but the
     model has no output layer.
 
     !!! example
@@ -421,6 +423,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             f"{name} is of type {type(w).__name__}; quantize takes dense arrays and adapters over them. "
             "Leave it out with `exclude`."
         )
+    _require_finite(name, w)
     order = _stored_order(layout, len(w.shape))
 
     def quantized(w: Any, **options: Any) -> Any:
@@ -436,6 +439,15 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         return quantized(w, **options)
     stored = quantized(jnp.transpose(w, order), **options)
     return stored.with_axes([order.index(i) for i in range(len(order))])
+
+
+def _require_finite(name: str, w: Any) -> None:
+    """Raises an error if an element isn't finite, because it would spoil the scale of its whole block."""
+    if not isinstance(w, jax.core.Tracer) and (bad := int(jnp.sum(~jnp.isfinite(w)))):
+        raise ValueError(
+            f"{name} has {bad} of {w.size} elements that are NaN or infinite, which cannot be quantised: all "
+            "elements that share a scale with one would be lost. Leave this weight out with `exclude`."
+        )
 
 
 def _has_parts(w: Any) -> bool:

@@ -231,6 +231,17 @@ def test_scales_that_cannot_be_trained(mlp):
         ql.train_scales(ql.quantize(mlp, "mxfp4"))
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused(bad, mlp):
+    """An infinite element would make a whole block NaN, or all its other elements 0."""
+    model = eqx.tree_at(lambda m: m.layers[1].weight, mlp, replace_fn=lambda w: w.at[3, :2].set(bad))
+    with pytest.raises(ValueError, match=r"^layers\.1\.weight has 2 of 4096 elements that are NaN"):
+        ql.quantize(model, "nf4")
+    left_out = ql.quantize(model, "nf4", exclude=["layers.1"])
+    assert left_out.layers[1].weight is model.layers[1].weight
+    assert eqx.filter_eval_shape(ql.quantize, model, "nf4").layers[1].weight.shape == (64, 64)
+
+
 @pytest.mark.parametrize(("found", "meant"), [("fp8_e4m3", "'fp8'"), ("nf-4", "'nf4'"), ("Q8_0", "'q8_0'")])
 def test_a_scheme_by_another_name(found, meant):
     linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
