@@ -10,7 +10,7 @@ The entries for GGUF follow `gguf-py/gguf/constants.py` and `conversion` in llam
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,12 @@ SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 #: The names that classification layers have in any model.
 HEADS = ("score", "classifier")
 
+#: The names that `config.json` can have for each activation function.
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_pytorch_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+}
+
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -113,7 +119,7 @@ _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 class Family:
     """The options that distinguish a model family. All defaults are Llama's."""
 
-    activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     fused: bool = False
     """Whether queries, keys and values are fused into a single matrix, as are the gate and up projections."""
     gated: bool = True
@@ -521,8 +527,8 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "GPT2LMHeadModel": Family(
-        activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
-        norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
+        activation="gelu_pytorch_tanh", fused=True, gated=False, qkv_bias=True, output_bias=True,
+        layer_norm=True, norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
         entries=(),
         token_head="classifier",
         renamed={
@@ -541,18 +547,27 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Maps multimodal architectures to the decoders they can contain, keyed by the decoder's `model_type`.
-TEXT_TOWERS: dict[str, dict[str, str]] = {
-    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
-    "Mistral3ForConditionalGeneration": {
-        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
-    },
-    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-}  # fmt: skip
-#: Those that tie their output layer if their `config.json` doesn't say, whatever its `text_config` says.
-TIED_TOWERS = frozenset(f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma4", "Mistral3"))
+
+class Multimodal(NamedTuple):
+    """A multimodal model, of which we use the decoder."""
+
+    decoders: dict[str, str]
+    """The decoders that it can contain, keyed by the decoder's `model_type`."""
+    tied: bool
+    """Whether the output layer is tied if `config.json` doesn't say, whatever its `text_config` says."""
+
+
+MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": Multimodal({"gemma3_text": "Gemma3ForCausalLM"}, tied=True),
+    "Gemma4ForConditionalGeneration": Multimodal({"gemma4_text": "Gemma4ForCausalLM"}, tied=True),
+    "Mistral3ForConditionalGeneration": Multimodal(
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, tied=True
+    ),
+    "Qwen3_5ForConditionalGeneration": Multimodal({"qwen3_5_text": "Qwen3_5ForCausalLM"}, tied=False),
+    "Qwen3_5MoeForConditionalGeneration": Multimodal(
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, tied=False
+    ),
+}
 #: The path of the decoder within such a model. (Tensor names in files are different.)
 BODY_OF_TOWER = "model.language_model"
 #: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other

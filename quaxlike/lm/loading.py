@@ -31,7 +31,7 @@ from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS, classifiers
+from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, MULTIMODAL, SEQUENCES, classifiers
 from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
 from .folders.labels import Labels, numbered
@@ -422,7 +422,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[
     supported = (*_ENCODERS, *FAMILIES, *classify)
     known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
-        raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
+        raise _unknown(path, quoted(names), "transformers", [*supported, *MULTIMODAL])
     if known[0] in _ENCODERS:
         return _ENCODERS[known[0]]
     if known[0] in FAMILIES:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, TIED_TOWERS, Family, classifiers
+from ..families import ACTIVATIONS, FAMILIES, MULTIMODAL, OF_FEW, Family, classifiers
 from ..folders.entries import warn_of_unknown
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
@@ -23,12 +23,13 @@ def is_text_tower(config: Mapping[str, Any]) -> bool:
 
 def is_tied_by_default(config: Mapping[str, Any]) -> bool:
     """Returns whether a multimodal model ties its output layer because its `config.json` doesn't say."""
-    return config.get("tie_word_embeddings") is None and _whole_of(config) in TIED_TOWERS
+    whole = _whole_of(config)
+    return whole is not None and MULTIMODAL[whole].tied and config.get("tie_word_embeddings") is None
 
 
 def _whole_of(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures")
-    return next((name for name in TEXT_TOWERS if isinstance(names, list) and name in names), None)
+    return next((name for name in MULTIMODAL if isinstance(names, list) and name in names), None)
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
     if whole is None:
         return dict(config)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
-    known = TEXT_TOWERS[whole]
+    known = MULTIMODAL[whole].decoders
     if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
         raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
     shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
@@ -225,7 +226,8 @@ class DecoderConfig(Config):
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
-        required = {activation: family.activation, "hidden_activation": (family.activation, None)}
+        names = ACTIVATIONS[family.activation]
+        required = {activation: names, "hidden_activation": (*names, None)}
         out = cls.read(fields, label, **required, **family.required)
         windows = _windows(out, fields, label)
         out = dataclasses.replace(

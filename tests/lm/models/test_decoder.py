@@ -267,6 +267,20 @@ def test_options_that_are_not_supported(changes, message):
         DecoderConfig.from_json({"architectures": ["LlamaForCausalLM"], **SHARED, **changes})
 
 
+@pytest.mark.parametrize(
+    ("name", "entry", "other"),
+    [
+        ("LlamaForCausalLM", "hidden_act", "swish"),
+        ("Gemma2ForCausalLM", "hidden_activation", "gelu_new"),
+        ("GPT2LMHeadModel", "activation_function", "gelu_pytorch_tanh"),
+    ],
+)
+def test_activations_have_several_names(name, entry, other):
+    renamed = FAMILIES[name].renamed
+    config = {"architectures": [name]} | {renamed.get(key, key): x for key, x in SHARED.items()}
+    assert DecoderConfig.from_json(config | {entry: other}) == DecoderConfig.from_json(config)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_entries_that_a_family_does_without_have_no_effect(name):
     """Such as a multiplier of Granite's in a file of Qwen3, which transformers does not read."""
