@@ -106,11 +106,15 @@ def test_padding_and_packing_change_nothing(model):
     assert np.abs(run(ids, one > 0, one)[5:] - alone[1]).max() > 0.01
 
 
+@eqx.filter_jit
+def _next(model, ids, seen):
+    return jnp.argmax(model(ids, seen)[jnp.sum(seen) - 1])
+
+
 def _greedy(model, ids, new):
-    run = jax.jit(lambda ids, seen: jnp.argmax(model(ids, seen)[jnp.sum(seen) - 1]))
     for _ in range(new):
         row = np.pad(ids, (0, 24 - len(ids)))
-        ids = [*ids, int(run(row, np.arange(24) < len(ids)))]
+        ids = [*ids, int(_next(model, row, np.arange(24) < len(ids)))]
     return ids[-new:]
 
 
