@@ -143,7 +143,8 @@ def test_pickles_with_a_static_number_are_read():
         assert getattr(again, name) == number
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.quick("bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_number_promotes_nothing(dtype):
     half = jax.tree.map(lambda x: x.astype(dtype), lora())
     for x in (half.replace(alpha=3), half.replace(alpha=jnp.float32(3)), half):

@@ -126,7 +126,7 @@ MODES = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

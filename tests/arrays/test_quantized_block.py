@@ -76,15 +76,20 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    "codec", [pytest.param(name, marks=() if name == "q2_k" else pytest.mark.slow) for name in MAKE]
+    ("codec", "programs"),
+    [
+        ("q2_k", ("forward", "cond, scaled")),
+        *(pytest.param(x, PROGRAMS, marks=pytest.mark.slow) for x in MAKE),
+    ],
+    ids=["q2_k, a few", *MAKE],
 )
-def test_every_program(codec):
+def test_every_program(codec, programs):
     w, v = MAKE[codec](), MAKE[codec](1)
     dense = [ql.materialise(w), ql.materialise(v)]
 
     # Rows that share an order of columns stay together.
     ordered = isinstance(w, BlockArray) and w.order is not None
-    names = [name for name in PROGRAMS if not (ordered and name in ("row", "embedding"))]
+    names = [name for name in programs if not (ordered and name in ("row", "embedding"))]
 
     def run(w, v):
         return {name: PROGRAMS[name](w, v) for name in names}

@@ -92,6 +92,7 @@ def test_dtypes_are_those_of_the_arrays(dtype):
     assert jax.jit(lambda z: z * 1)(z).dtype == dtype
 
 
+@pytest.mark.slow
 def test_identity():
     agrees(lambda i: i.T, EYE)
     agrees(jnp.sqrt, EYE)

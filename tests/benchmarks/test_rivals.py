@@ -44,6 +44,7 @@ def test_the_page_and_the_picture(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size
 
 
+@pytest.mark.slow
 def test_what_shows_a_rivals_weakness_stands_apart(monkeypatch, tmp_path):
     """PyTorch in bfloat16 with AVX2 alone: not in the table, nor in the picture."""
     measured = {"ratio": 0.04, "range": [0.03, 0.05], "seconds": [0.01, 0.25], "commit": "abc"}

@@ -50,7 +50,7 @@ def _told(tree):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.quick("Int8Array, empty")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_shapes_and_dtypes(name, default_promotion):
     """Nothing is computed: results and gradients are traced."""

@@ -59,7 +59,7 @@ class TestBatches:
     def run(self, jitted, f, *args):
         return jax.jit(f)(*args) if jitted else f(*args)
 
-    @pytest.mark.quick("False")
+    @pytest.mark.slow
     def test_none(self, jitted):
         out = self.run(jitted, ql.quaxify(product), w(), X)
         assert type(out["w"]) is ql.LoraArray

@@ -95,7 +95,7 @@ class TestLinearSolve:
         report = check_program(run, SYSTEM, B[0], which=["refuses"], transforms=["eager", "jvp", "grad"])
         assert not report.failures, report
 
-    @pytest.mark.quick("units1")
+    @pytest.mark.slow
     @pytest.mark.parametrize("units", [("m", "s"), ("", "m")])
     def test_a_derivative_of_a_system_with_units(self, units):
         def total(matrix, b):

@@ -11,6 +11,7 @@ from tests.kills.writers import WRITERS
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Processes cannot be killed so there.")
 
 
+@pytest.mark.slow
 def test_kills_of_an_adapter():
     assert not kills("adapter", 1)
 

@@ -99,6 +99,7 @@ def test_rounded_inputs_go_with_recipes(mlp, recipe):
     assert tree_equal(ql.quantize(mlp, ql.summary(model).recipe), model)
 
 
+@pytest.mark.slow
 def test_fake_quantisation_follows_recipes(mlp):
     expected = ql.materialise(ql.quantize(mlp, MIXED))
     assert tree_equal(ql.fake_quantize(mlp, MIXED), expected)

@@ -81,6 +81,7 @@ def test_what_has_no_rule_is_materialised_visibly():
     np.testing.assert_array_equal(jnp.ones(4) + SINGLE, [1, 1, 6, 1])
 
 
+@pytest.mark.slow
 def test_a_vector_without_elements_in_products():
     x = OneHotVector(1.0, 0, 0)
     stack = OneHotVector(jnp.ones(2), jnp.zeros(2, int), 0)

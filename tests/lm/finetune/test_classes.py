@@ -33,7 +33,7 @@ def rows(*labels):
     return [{"text": "one two", "label": label} for label in labels]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("labels", "options", "names", "problem"),
     [
@@ -143,6 +143,7 @@ def test_the_last_token_is_classified():
     np.testing.assert_allclose(run(ids, seen | (np.arange(6) == 3))[0], found, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_head_is_trained_and_kept(llama, base, tmp_path):
     """As PEFT does, without an option; `where` and `exclude` say otherwise."""
     model = with_classifier(base[0], ["a", "b", "c"], key=jax.random.key(0), std=1.0)

@@ -61,6 +61,7 @@ def test_recipes(run, tmp_path):
     assert "--block-size cannot be used with the recipe" in told
 
 
+@pytest.mark.slow
 def test_a_run_is_quantised_by_its_recipe(tmp_path):
     """Options of a single scheme do not reach it."""
     model = decoder()

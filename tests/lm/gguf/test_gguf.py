@@ -273,6 +273,7 @@ def test_inputs_in_eight_bits_are_of_quantised_weights():
         ql.lm.load(_file("qwen2_f32"), compute="int8")
 
 
+@pytest.mark.quick("within")
 @pytest.mark.parametrize("given", [{"compute": "int8"}, {}], ids=["beside", "within"])
 def test_inputs_in_eight_bits_go_with_recipes(given):
     """As in `quantize`; a rule may say otherwise."""

@@ -83,7 +83,8 @@ _NAMES = {
 }
 
 
-@pytest.mark.parametrize("format", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
+@pytest.mark.quick("of the body-safetensors")
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
 @pytest.mark.parametrize("names", _NAMES)
 def test_an_output_layer_that_the_checkpoint_ties(names, format, tmp_path):
     """As after an adapter of one of the two. Both are written, by names that go with the others."""

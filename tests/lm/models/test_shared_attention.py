@@ -103,6 +103,7 @@ def test_packed_texts_do_not_see_each_other(model):
     assert np.abs(whole[5:] - packed[5:]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_checkpoints(model, tmp_path):
     """Published files have keys and values of layers that share them; nothing reads those."""
     tensors = named_arrays(model)

@@ -220,6 +220,7 @@ def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
         load(tmp_path / "lora.gguf")
 
 
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_are_cut_as_their_weights_are(name, checkpoint, tmp_path):
     """Those of GPT-OSS alternate, and are transposed."""

@@ -37,7 +37,7 @@ _BY_LAYER = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("changes2")
 @pytest.mark.parametrize(
     "changes", [{}, _KEYS_ARE_VALUES, _BY_LAYER, _EXPERTS, {"final_logit_softcapping": 5.0}]
 )
@@ -57,6 +57,7 @@ def test_a_file_is_the_model(changes, checkpoint, tmp_path):
     assert DecoderConfig.from_json(json.loads((tmp_path / "config.json").read_text())) == again.config
 
 
+@pytest.mark.slow
 def test_adapters_and_quantised_weights(checkpoint, tmp_path):
     source, model = checkpoint("gemma4_text")
     adapted = _adapted(model, where=["q_proj", "per_layer_input_gate"])

@@ -87,6 +87,7 @@ def test_a_round_trip_is_the_identity(init, options, tmp_path):
         assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
 
 
+@pytest.mark.quick("olora")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_is_loaded_is_what_the_definition_gives(init, tmp_path):
     """The base without what the initialisation takes, and the factors of the file, in float64."""
