@@ -87,6 +87,16 @@ def _dot(x, w_axes, x_axes, batch=((), ()), *, left=True):
     return program
 
 
+def test_each_multiplies_as_its_array():
+    """All in one program, in the usual form."""
+    made, x = _methods(_x(4, 6, seed=9)), _x(3, 6, seed=1)
+    ws = {name: w for name, w in made.items() if name[0].isupper() and "," not in name}
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(lambda ws: {name: x @ w.T for name, w in ws.items()}))(ws)
+    for name, w in jax.jit(ql.materialise)(ws).items():
+        np.testing.assert_allclose(found[name], x @ np.asarray(w).T, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.quick("rotated-io")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)

@@ -118,9 +118,7 @@ def test_a_factor_gets_its_gradient(codec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "codec", [pytest.param(n, marks=() if n in ("q4_k", "mxfp4") else pytest.mark.slow) for n in MAKE]
-)
+@pytest.mark.parametrize("codec", MAKE)
 def test_an_adapter_over_codes_learns(codec):
     w = ql.LoraArray(MAKE[codec](), jnp.asarray(normal(2, 32)), jnp.zeros((4, 2)))
     loss = lambda ab, w: jnp.mean((X @ ql.materialise(w.replace(a=ab[0], b=ab[1])).T - Y) ** 2)

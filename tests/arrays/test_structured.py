@@ -67,7 +67,21 @@ def _same(found, expected):
     jtu.tree_map(check, found, expected, is_leaf=ql.is_value)
 
 
-@pytest.mark.quick(1)
+def test_each_multiplies_and_solves_as_its_array():
+    """All in one program."""
+    names = ("diagonal", "tridiagonal", "block diagonal", "block circulant", "kronecker")
+    matrices, x = {name: MAKERS[name](()) for name in names}, _normal(N, 2, seed=5)
+
+    def run(matrices):
+        return {name: (a @ x, solve(a, x)) for name, a in matrices.items()}
+
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(run))(matrices)
+    for name, a in jax.jit(ql.materialise)(matrices).items():
+        _same(found[name], (np.asarray(a) @ x, np.linalg.solve(a, x)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_inverse(name):
     a = MAKERS[name](())

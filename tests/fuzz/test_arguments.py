@@ -13,7 +13,7 @@ pytestmark = [wrong_types, pytest.mark.usefixtures("default_promotion")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [97, 7])
 def test_errors_are_our_own(every, tmp_path):
     number, found = problems(tmp_path, every)
     assert not found

@@ -219,9 +219,7 @@ def test_the_gradient_of_x_lowers_for_cuda(m):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("m", "adapters"), [(1, None), pytest.param(4096, None, marks=pytest.mark.slow), (64, 32)]
-)
+@pytest.mark.parametrize(("m", "adapters"), [(1, None), (4096, None), (64, 32)])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_adapters_lower(platform, m, adapters):
     shape = n, k = 14336, 4096

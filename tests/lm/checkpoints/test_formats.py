@@ -66,14 +66,13 @@ def _references(family, case):
     }
 
 
-# One case of each family is quick; all of them compile for a minute.
-_QUICK = (*("_act_asym", "gemm_g32", "_group_asym", "nvfp4", "small_block", "ue8m0_dtype", "extreme", "_b3"),)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(c, marks=() if c.endswith(_QUICK) else pytest.mark.slow) for c in _cases()]
+# One case of each family.
+@pytest.mark.quick(
+    *("gptq/w4_g32_act_asym", "awq/gemm_g32", "compressed_tensors/w4a16_group_asym", "mlx/affine_b3"),
+    *("compressed_tensors_legacy/sparse24_bitmask", "fp8/small_block", "mxfp4/extreme"),
+    *("hqq/int4_g64_axis1", "torchao/intx_int4_g32", "bnb_int8/threshold6"),
 )
+@pytest.mark.parametrize("name", [*_cases()])
 def test_values_are_those_of_the_reference(name):
     family, case = name.split("/")
     folder = fixture(f"formats/{name}")

@@ -29,9 +29,7 @@ def _file(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen2_f32" else pytest.param(name, marks=pytest.mark.slow) for name in _MODELS]
-)
+@pytest.mark.parametrize("name", _MODELS)
 def test_logits(name):
     """K-quants, two parts, factors of frequencies, tied embeddings; padding behind the second text."""
     z = np.load(_IO)
