@@ -1,10 +1,11 @@
 """`python -m benchmarks.rivals [--only TEXT …] [--cores N …] [--quick] [--record]`: whole jobs beside rivals.
 
 Both sides load the same weights, random ones of a Llama, and read the same tokens, on a CPU. Each is a
-process of its own; the two are kept alive and take turns, so that they see the machine in the same state. A
-ratio is ours ÷ theirs of neighbouring runs: below 1, quaxlike takes less time. `--record` writes
-`benchmarks/rivals.json`, and the page and the picture of the documentation, which keep what other processors
-took. `--quick` takes a small model: it shows that the rows run, not how long they take.
+process of its own; the two are kept alive and take turns, so that they see the machine in the same state.
+Rows about the same model follow one another, in the same processes. A ratio is ours ÷ theirs of neighbouring
+runs: below 1, quaxlike takes less time. `--record` writes `benchmarks/rivals.json`, and the page and the
+picture of the documentation, which keep what other processors took. `--quick` takes a small model: it shows
+that the rows run, not how long they take.
 
 Needs `pip install 'quaxlike[rivals]'`; rows whose rival is missing are told.
 """
@@ -27,7 +28,7 @@ from typing import Any, TypedDict
 
 from .. import provenance
 from . import files
-from .rows import ROWS, Row
+from .rows import ROWS, Row, by_model
 
 RECORD = pathlib.Path(__file__).parent.with_name("rivals.json")
 DOCS = RECORD.parent.parent / "docs"
@@ -52,33 +53,34 @@ class Missing(Exception):
 class Side:
     """A process of `worker.py`."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        cores = str(job["cores"])
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), cores)
+    def __init__(self, cores: int) -> None:
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        settings = dict.fromkeys(names, str(cores)) | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
         self._told = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rivals.worker", json.dumps(job)],
+            [sys.executable, "-m", "benchmarks.rivals.worker", str(cores)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True,
-            env=os.environ | threads | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | settings,
         )  # fmt: skip
 
-    def ready(self) -> None:
-        """Waits until everything is prepared."""
-        self._next()
+    def prepare(self, job: dict[str, Any]) -> None:
+        """Waits until everything is ready to run."""
+        self._ask(job)
 
     def run(self) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._next()["seconds"]
+        return self._ask(None)["seconds"]
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
         self._told.close()
 
-    def _next(self) -> dict[str, Any]:
+    def _ask(self, job: dict[str, Any] | None) -> dict[str, Any]:
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             self._told.seek(0)
@@ -90,10 +92,37 @@ class Side:
         return message
 
 
-def measure(row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeats: int) -> dict[str, Any]:
+class Sides:
+    """The two processes. Rows that read the same model, one after the other, have the same process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Any, Side]] = {}
+
+    def prepared(self, place: str, job: dict[str, Any], cores: int, model: Any) -> Side:
+        """The process at a `place`, with the job ready: the one that was there, if it has the `model`."""
+        known, side = self._kept.get(place, (None, None))
+        if side is None or model is None or known != (model, cores):
+            self.close(place)
+            side = Side(cores)
+            self._kept[place] = (model, cores), side
+        side.prepare(job)
+        return side
+
+    def close(self, *places: str) -> None:
+        for place in places or [*self._kept]:
+            if place in self._kept:
+                self._kept.pop(place)[1].close()
+
+
+def measure(
+    row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeats: int, sides: Sides | None = None
+) -> dict[str, Any]:
     """What was measured of a row, or `missing`: why its rival could not be run. Raises `Missing` if ours
-    cannot."""
-    job = {"folder": str(folder), "size": size, "cores": cores}
+    cannot. The processes that `sides` holds are used, and left there."""
+    if sides is None:
+        with contextlib.closing(Sides()) as sides:
+            return measure(row, cores, folder, size, repeats, sides)
+    job = {"folder": str(folder), "size": size}
     of_ours = job | {"side": "ours", "function": row.ours, "options": {**row.options, **row.of_ours}}
     side, _, function = row.theirs.rpartition(".")
     of_theirs = job | {"side": side or "theirs", "function": function}
@@ -101,14 +130,30 @@ def measure(row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeat
     found: dict[str, Any] = {"row": row.name, "rival": row.rival, "cores": cores, "at most": row.limit}
     found["commit"] = provenance.commit()
     load = os.getloadavg()[0]
-    with contextlib.closing(_runs(of_theirs, row.starts)) as theirs:
-        try:
-            next(theirs)
-        except Missing as error:
-            return found | {"missing": str(error)}
-        with contextlib.closing(_runs(of_ours, row.starts)) as ours:
-            next(ours)
-            pairs = [(next(ours), next(theirs)) for _ in range(repeats)]
+
+    def runs(place: str, job: dict[str, Any], model: Any) -> Iterator[float]:
+        """The seconds of one run after the other; the first is not to be counted."""
+        if not row.starts:
+            prepared = sides.prepared(place, job, cores, model)
+            while True:
+                yield prepared.run()
+        while True:
+            begin = time.perf_counter()
+            sides.prepared(place, job, cores, None).run()
+            seconds = time.perf_counter() - begin
+            sides.close(place)
+            yield seconds
+
+    of_model, of_rivals_model = row.models
+    try:
+        theirs = runs("theirs", of_theirs, of_rivals_model)
+        next(theirs)
+    except Missing as error:
+        sides.close("theirs")
+        return found | {"missing": str(error)}
+    ours = runs("ours", of_ours, of_model)
+    next(ours)
+    pairs = [(next(ours), next(theirs)) for _ in range(repeats)]
     ratios = sorted(a / b for a, b in pairs)
     return found | {
         "ratio": round(statistics.median(ratios), 3),
@@ -117,27 +162,6 @@ def measure(row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeat
         "repeats": repeats,
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
-
-
-def _runs(job: dict[str, Any], starts: bool) -> Iterator[float]:
-    """The seconds of one run after the other; the first is not to be counted."""
-    if starts:
-        while True:
-            begin, side = time.perf_counter(), Side(job)
-            try:
-                side.ready()
-                side.run()
-                seconds = time.perf_counter() - begin
-            finally:
-                side.close()
-            yield seconds
-    side = Side(job)
-    try:
-        side.ready()
-        while True:
-            yield side.run()
-    finally:
-        side.close()
 
 
 def processor() -> str:
@@ -336,15 +360,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work) / "model"
         subprocess.run([sys.executable, "-c", _MAKE, str(folder), json.dumps(size)], check=True)
-        for row in ROWS:
-            for cores in arguments.cores:
-                if any(text in row.name for text in arguments.only):
-                    found = measure(row, cores, folder, size, repeats)
-                    measured[row.name, cores] = found
-                    print(*cells(found), sep="  ", flush=True)
-                    table.add_row(*cells(found))
-                    if arguments.record:
-                        record(records, measured)
+        with contextlib.closing(Sides()) as sides:
+            chosen = [row for row in by_model(ROWS) if any(text in row.name for text in arguments.only)]
+            for cores, row in itertools.product(arguments.cores, chosen):
+                found = measure(row, cores, folder, size, repeats, sides)
+                measured[row.name, cores] = found
+                print(*cells(found), sep="  ", flush=True)
+                table.add_row(*cells(found))
+                if arguments.record:
+                    record(records, measured)
     console.print(table)
 
 

@@ -1,5 +1,6 @@
 """What quaxlike does: functions that prepare work, and return what runs it and tells the seconds."""
 
+import functools
 import pathlib
 import statistics
 import time
@@ -33,6 +34,10 @@ def _load(path: pathlib.Path, quantize: str | None, head: bool = False, **option
     return ql.lm.load(path, quantize=quantize, head=head, **options)[0]
 
 
+#: The model that rows one after the other share.
+_kept = functools.lru_cache(maxsize=1)(_load)
+
+
 def token(
     folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str | None = None,
     quantize: str | None = None, head: bool = False, file: str | None = None, length: int | None = None,
@@ -40,7 +45,7 @@ def token(
 ) -> Run:  # fmt: skip
     """The median time of a token, after the first two, of a text of `length` tokens."""
     path = folder if file is None else gguf(folder, file)
-    model = _load(path, quantize, head, dtype=dtype, compute=compute)
+    model = _kept(path, quantize, head, dtype=dtype, compute=compute)
 
     def run() -> float:
         times: list[float] = []
@@ -58,7 +63,7 @@ def prefill(
 ) -> Run:  # fmt: skip
     """The time of the first token after a text of `length` tokens."""
     path = folder if file is None else gguf(folder, file)
-    model = _load(path, quantize, dtype=dtype, compute=compute)
+    model = _kept(path, quantize, False, dtype=dtype, compute=compute)
     prompt = ids(size, 1, length)
     run = lambda: _seconds(lambda: generate(model, prompt, max_new_tokens=1))
     run()

@@ -1,7 +1,8 @@
 """The rows of the comparison: one entry each."""
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from .files import GGUF
@@ -35,6 +36,20 @@ class Row:
     of_theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     starts: bool = False
     why: str = ""
+
+    @property
+    def models(self) -> tuple[str | None, str | None]:
+        """What our side and the other one load: rows that load the same share a process. None is a row of
+        which nothing is kept."""
+
+        def loaded(function: str, own: Mapping[str, Any]) -> str | None:
+            if not function.endswith(("token", "prefill")):
+                return None
+            options = {**self.options, **own}
+            kept = {name: options[name] for name in sorted(options) if name not in ("batch", "length")}
+            return json.dumps([function.removesuffix("token").removesuffix("prefill"), kept])
+
+        return loaded(self.ours, self.of_ours), loaded(self.theirs, self.of_theirs)
 
     def shows_the_rival(self, processor: str) -> bool:
         """Whether a ratio tells how slow the rival is there, and little of ours: PyTorch has no products in
@@ -139,3 +154,17 @@ ROWS: tuple[Row, ...] = (
         for name, quantised in (("LoRA", False), ("QLoRA", True))
     ),
 )  # fmt: skip
+
+
+def by_model(rows: Sequence[Row]) -> list[Row]:
+    """The rows in an order in which those that load the same models follow one another."""
+    first: dict[Hashable, int] = {}
+
+    def place(i: int) -> tuple[int, int]:
+        ours, theirs = rows[i].models
+        if ours is None or theirs is None:
+            return i, i
+        return first.setdefault(theirs, i), first.setdefault((theirs, ours), i)
+
+    places = [place(i) for i in range(len(rows))]
+    return [rows[i] for i in sorted(range(len(rows)), key=places.__getitem__)]

@@ -1,5 +1,6 @@
 """What the others do: functions that prepare work, and return what runs it and tells the seconds."""
 
+import functools
 import pathlib
 import statistics
 import time
@@ -29,6 +30,10 @@ def _load(folder: pathlib.Path, cores: int, dtype: str, quantize: str | None) ->
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
+#: The model that rows one after the other share.
+_kept = functools.lru_cache(maxsize=1)(_load)
+
+
 def _continued(model: Any, prompt: np.ndarray, new: int) -> list[float]:
     """The times of the tokens, the likeliest each, with a cache."""
     import torch
@@ -47,12 +52,13 @@ def token(
     folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str = "bfloat16",
     quantize: str | None = None, length: int | None = None,
 ) -> Run:  # fmt: skip
-    model, prompt = _load(folder, cores, dtype, quantize), ids(size, batch, length or size.prompt)
+    model, prompt = _kept(folder, cores, dtype, quantize), ids(size, batch, length or size.prompt)
     run = lambda: statistics.median(np.diff(_continued(model, prompt, size.new))[1:])
     run()
     return run
 
 
+@functools.lru_cache(maxsize=1)
 def _llama(folder: pathlib.Path, cores: int, file: str) -> Any:
     from llama_cpp import Llama
 
@@ -87,7 +93,7 @@ def llama_token(folder: pathlib.Path, size: Size, cores: int, *, file: str, leng
 
 
 def prefill(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
-    model, prompt = _load(folder, cores, "bfloat16", quantize), ids(size, 1, 128)
+    model, prompt = _kept(folder, cores, "bfloat16", quantize), ids(size, 1, 128)
     run = lambda: _seconds(lambda: _continued(model, prompt, 1))
     run()
     return run

@@ -1,7 +1,7 @@
-"""A process of one side: `python -m benchmarks.rivals.worker '{"side": …}'`.
+"""A process of one side: `python -m benchmarks.rivals.worker CORES`.
 
-It tells in lines of JSON that it is ready, or what is missing. Then it runs once for each line that it reads,
-and tells the seconds.
+Each line that it reads is a job to prepare, in JSON, or `null`: then it runs the last one. It tells, in lines
+of JSON, that a job is ready or what it lacks, and the seconds of a run.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from .files import Size
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    cores = int(sys.argv[1])
     if hasattr(os, "sched_setaffinity"):  # before the libraries count the cores
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print, too
 
@@ -25,16 +25,18 @@ def main() -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    side = importlib.import_module(f"benchmarks.rivals.{job['side']}")
-    try:
-        make = getattr(side, job["function"])
-        run = make(pathlib.Path(job["folder"]), Size(*job["size"]), job["cores"], **job["options"])
-    except ModuleNotFoundError as error:
-        tell(missing=f"{error.name} is not installed: pip install 'quaxlike[rivals]'")
-        return
-    tell(ready=True)
-    for _ in sys.stdin:
-        tell(seconds=run())
+    run: Any = None
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job is None:
+            tell(seconds=run())
+            continue
+        make = getattr(importlib.import_module(f"benchmarks.rivals.{job['side']}"), job["function"])
+        try:
+            run = make(pathlib.Path(job["folder"]), Size(*job["size"]), cores, **job["options"])
+            tell(ready=True)
+        except ModuleNotFoundError as error:
+            tell(missing=f"{error.name} is not installed: pip install 'quaxlike[rivals]'")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
+import contextlib
 import importlib.util
+import itertools
 
 import pytest
 
-from benchmarks.rivals.rows import ROWS, Row
+from benchmarks.rivals.rows import ROWS, Row, by_model
 from tests.samples import Late
 
 rivals, files = Late("benchmarks.rivals.__main__"), Late("benchmarks.rivals.files")
@@ -93,6 +95,25 @@ def test_prompts_are_compared_in_each_form_of_gguf():
         of_form = [row for row in prompts if f" in {form}, " in row.name]
         assert len(of_form) == len(files.GGUF) * 3
         assert all(row.of_ours == option for row in of_form)
+
+
+def test_rows_that_load_the_same_models_follow_one_another():
+    rows = by_model(ROWS)
+    assert sorted(row.name for row in rows) == sorted(row.name for row in ROWS)
+    for side in (0, 1):
+        loaded = [row.models[side] for row in rows if row.models[side]]
+        assert len([*itertools.groupby(loaded)]) == len({*loaded})
+    assert sum(row.models == (None, None) for row in rows) == 12
+
+
+@pytest.mark.slow
+def test_rows_share_the_process_of_a_model(tmp_path):
+    job = {"folder": str(tmp_path), "size": files.QUICK, "side": "ours", "function": "product", "options": {}}
+    with contextlib.closing(rivals.Sides()) as sides:
+        first = sides.prepared("ours", job, 1, "a model")
+        assert first.run() > 0
+        assert sides.prepared("ours", job, 1, "a model") is first
+        assert len({first, sides.prepared("ours", job, 1, None), sides.prepared("ours", job, 1, None)}) == 3
 
 
 @pytest.mark.slow
