@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import checked
@@ -443,7 +443,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 def _require_finite(name: str, w: Any) -> None:
     """Raises an error if an element isn't finite, because it would spoil the scale of its whole block."""
-    if not isinstance(w, jax.core.Tracer) and (bad := int(jnp.sum(~jnp.isfinite(w)))):
+    if not isinstance(w, Tracer) and (bad := int(jnp.sum(~jnp.isfinite(w)))):
         raise ValueError(
             f"{name} has {bad} of {w.size} elements that are NaN or infinite, which cannot be quantised: all "
             "elements that share a scale with one would be lost. Leave this weight out with `exclude`."
