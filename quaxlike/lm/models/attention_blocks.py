@@ -120,7 +120,7 @@ class Sums(NamedTuple):
         # Mathematically the result doesn't depend on which maximum we subtract, so don't differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
-        part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
+        part = _product("hgqk,khd->hgqd", _sums_by_heads, weights.astype(value.dtype), value)
         total = self.total * fade[..., None] + part.astype(jnp.float32)
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
@@ -167,8 +167,40 @@ def _means_of_one(weights: Array, value: Array) -> Array:
     return stacked_matmul(weights[:, :, 0], jnp.swapaxes(value, 0, 1))[None]
 
 
+def _product(
+    subscripts: str, by_heads: Callable[[Array, Array], Array], x: Array, y: Array
+) -> Float[Array, "..."]:
+    """Computes `jnp.einsum(subscripts, x, y)`, where `y` has shape `(seen, kv_heads, size)`.
+
+    On CPUs we use `by_heads` for bfloat16, to which we pass `y` with shape `(kv_heads, seen, size)`. XLA only
+    has fast products for matrices whose rows are contiguous, and computes any others element by element. The
+    barrier keeps it from undoing the transposition.
+    """
+    plain = functools.partial(jnp.einsum, subscripts)
+    if y.dtype != jnp.bfloat16 or has_values((x, y)):
+        return plain(x, y)
+
+    def contiguous(x: Array, y: Array) -> Array:
+        return by_heads(x, lax.optimization_barrier(jnp.swapaxes(y, 0, 1)))
+
+    return lax.platform_dependent(x, y, cpu=contiguous, default=plain)
+
+
+def _scores_by_heads(query: Array, key: Array) -> Array:
+    return jnp.einsum("hgqd,hkd->hgqk", jnp.moveaxis(query, 0, 2), key)
+
+
+def _sums_by_heads(weights: Array, value: Array) -> Array:
+    return jnp.einsum("hgqk,hkd->hgqd", weights, value)
+
+
+def _means_by_heads(weights: Array, value: Array) -> Array:
+    return jnp.moveaxis(_sums_by_heads(weights, value), 2, 0)
+
+
 _DOTS = _Products(
-    functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
+    functools.partial(_product, "qhgd,khd->hgqk", _scores_by_heads),
+    functools.partial(_product, "hgqk,khd->qhgd", _means_by_heads),
 )
 # For a single query we use direct summation, because XLA's CPU dot would convert and transpose its operands
 # first.

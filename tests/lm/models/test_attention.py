@@ -71,6 +71,25 @@ def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
         np.testing.assert_allclose(one, other, atol=4e-6)
 
 
+@pytest.mark.slow
+def test_in_bfloat16_it_is_that_of_the_rounded_operands(monkeypatch):
+    """At once and by blocks, with gradients; CPUs have products of their own for it."""
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 16)
+    operands, sight = _operands(45, dtype="bfloat16"), SIGHTS["causal"]
+
+    def loss(*operands):
+        y = attend(*operands, sight)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    forms = _forms(monkeypatch, jax.grad(loss, argnums=(0, 1, 2), has_aux=True), *operands)
+    exact = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*(x.astype("float32") for x in operands))
+    for form in forms:
+        for found, expected in zip(jax.tree.leaves(form), jax.tree.leaves(exact), strict=True):
+            assert found.dtype == jnp.bfloat16
+            error = np.abs(np.asarray(found, np.float32) - expected).max()
+            assert error < 2e-2 * np.abs(expected).max()
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("sight", "options"),
@@ -108,7 +127,7 @@ def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.quick("softcap-float32")
+@pytest.mark.quick("softcap-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_query_sees_what_it_sees_among_others(options, dtype):
