@@ -120,7 +120,8 @@ class Sums(NamedTuple):
         # Mathematically the result doesn't depend on which maximum we subtract, so don't differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
-        part = _product("hgqk,khd->hgqd", _sums_by_heads, weights.astype(value.dtype), value)
+        rounded = weights.astype(value.dtype)
+        part = _product("hgqk,khd->hgqd", _sums_by_heads, rounded, value, weights.shape[2])
         total = self.total * fade[..., None] + part.astype(jnp.float32)
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
@@ -168,16 +169,17 @@ def _means_of_one(weights: Array, value: Array) -> Array:
 
 
 def _product(
-    subscripts: str, by_heads: Callable[[Array, Array], Array], x: Array, y: Array
+    subscripts: str, by_heads: Callable[[Array, Array], Array], x: Array, y: Array, tokens: int
 ) -> Float[Array, "..."]:
     """Computes `jnp.einsum(subscripts, x, y)`, where `y` has shape `(seen, kv_heads, size)`.
 
-    On CPUs we use `by_heads` for bfloat16, to which we pass `y` with shape `(kv_heads, seen, size)`. XLA only
-    has fast products for matrices whose rows are contiguous, and computes any others element by element. The
-    barrier keeps it from undoing the transposition.
+    For bfloat16 keys from a cache on a CPU we use `by_heads`, to which we pass `y` with shape
+    `(kv_heads, seen, size)`. XLA only has fast products for matrices whose rows are contiguous, and computes
+    any others element by element. The barrier keeps it from undoing the transposition. If there are as many
+    keys as queries (as in training), then XLA chooses the layout of both, and its gradients are faster.
     """
     plain = functools.partial(jnp.einsum, subscripts)
-    if y.dtype != jnp.bfloat16 or has_values((x, y)):
+    if tokens == len(y) or y.dtype != jnp.bfloat16 or has_values((x, y)):
         return plain(x, y)
 
     def contiguous(x: Array, y: Array) -> Array:
@@ -198,10 +200,15 @@ def _means_by_heads(weights: Array, value: Array) -> Array:
     return jnp.moveaxis(_sums_by_heads(weights, value), 2, 0)
 
 
-_DOTS = _Products(
-    functools.partial(_product, "qhgd,khd->hgqk", _scores_by_heads),
-    functools.partial(_product, "hgqk,khd->qhgd", _means_by_heads),
-)
+def _scores(query: Array, key: Array) -> Array:
+    return _product("qhgd,khd->hgqk", _scores_by_heads, query, key, len(query))
+
+
+def _means(weights: Array, value: Array) -> Array:
+    return _product("hgqk,khd->qhgd", _means_by_heads, weights, value, weights.shape[2])
+
+
+_DOTS = _Products(_scores, _means)
 # For a single query we use direct summation, because XLA's CPU dot would convert and transpose its operands
 # first.
 _OF_ONE = _Products(_scores_of_one, _means_of_one)
