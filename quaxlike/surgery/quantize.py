@@ -111,8 +111,7 @@ def quantize(
     matches nothing (the message includes close matches), if a rule in a recipe has no effect or an option
     that its scheme doesn't have, if a weight is neither a dense array nor an adapter over one, if a layer is
     missing from `maxima` or its maximum is 0, if a weight has elements that are NaN or infinite, if its
-    layout is unknown, or if `head=True` but the
-    model has no output layer.
+    layout is unknown, or if `head=True` but the model has no output layer.
 
     !!! example
 

@@ -125,8 +125,10 @@ def _pairs(codecs, cases):
 @pytest.mark.parametrize(
     ("codec", "call", "size", "form", "backend"),
     [
-        *(*_CALLS, *_CALLS_ON_TPUS),
-        *(*map(_slow, _SLOW_CALLS), *_pairs(CODECS, [*_CALLS, *_SLOW_CALLS])),
+        *_CALLS,
+        *_CALLS_ON_TPUS,
+        *map(_slow, _SLOW_CALLS),
+        *_pairs(CODECS, [*_CALLS, *_SLOW_CALLS]),
         *_pairs(ON_TPUS, _CALLS_ON_TPUS),
     ],
     ids=str,
