@@ -320,8 +320,8 @@ in bfloat16. “Decode” is a token of each of eight texts with room for 4,000,
 `tensor_parallel`. All figures are those of one device. Exchanged bytes are results of collectives, those in
 loops each time. A dense copy is an array as large as a weight of all layers in floating point.
 
-On the machine itself, JAX tells the compiler how kernels are divided between devices, which libtpu alone
-refuses. So there are no figures for TPUs, and of their jobs only the decode step of 8B was recorded.
+With TPUs at hand, JAX tells the compiler how to divide kernels between devices; without them, libtpu refuses
+this. So there are no figures for TPUs, and of their jobs only the decode step of 8B was recorded.
 """
 
 

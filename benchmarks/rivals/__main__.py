@@ -281,8 +281,8 @@ the same tokens. Each is a process of its own; they take turns. A number is the 
 1, quaxlike takes less time. “At most” is what the project aims at, and “on 1” is on one core. The seconds of
 both, and their ranges, are in `benchmarks/rivals.json`.
 
-“Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the
-programs that the first one compiled are in the cache that commands keep.\
+“Load and 32 tokens” times a whole process. It and “second start” are second runs: the programs that the first
+run compiled are in the commands' cache.\
 """
 _APART = """\
 ## Where the other is slow

@@ -41,7 +41,7 @@ def write(
         which case we write `model.safetensors` and `config.json`.
     - `mapping`: arrays and quantised arrays, by their names in transformers.
     - `format`: plain arrays are always written as they are. For quantised arrays, `"gguf"` supports
-        llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` supports `NF4Array` and `FP4Array`;
+        llama.cpp's codecs; `"bitsandbytes"` supports `NF4Array` and `FP4Array`;
         `"compressed-tensors"` (vLLM) supports `Int8Array`, and arrays with `fp8` or with integers and
         floating-point scales; `"mxfp4"` (GPT-OSS) supports arrays with this codec; and `"safetensors"`
         supports every type in quaxlike.
