@@ -24,6 +24,7 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
 from ..files.json_text import read_json_file
+from ..kernels.native.library import Library, library
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
@@ -89,8 +90,9 @@ def load(
 
     Weights are loaded one at a time and keep their dtypes. Quantised weights can be in any format that
     [`quaxlike.lm.read`][] supports. They become quantised arrays, whose logical dtype is the `dtype` in the
-    configuration. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32.
-    You can override either of these using `dtype`.
+    configuration. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32,
+    except that products with quantised weights are as for `compute="bfloat16"` on CPUs that multiply this
+    natively (AVX-512 BF16, AMX). You can override any of these using `dtype`.
 
     **Arguments:**
 
@@ -105,7 +107,8 @@ def load(
         quantised weights. Defaults to the above.
     - `compute`: if this is `"int8"` then products with quantised weights on a CPU round their inputs to 8
         bits, in blocks of 32, as llama.cpp does. This needs the native products, which you can compile with
-        [`quaxlike.kernels.native.build`][]. By default, inputs aren't rounded.
+        [`quaxlike.kernels.native.build`][]. If this is `"bfloat16"` then they round their inputs to that
+        dtype. Defaults to the above.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
@@ -142,6 +145,9 @@ def load(
             "Models compute in bfloat16, float16, float32, or with jax_enable_x64 in float64; found "
             f"dtype={dtype!r}."
         )
+    given = compute
+    if compute is None and dtype is None and weights.quantises_embeddings:
+        compute = _usual_compute()
     chosen = quantizers(skeleton, **{"head": head, "compute": compute, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
@@ -164,12 +170,23 @@ def load(
         rows = _rows_of(name, files, tuple(arrays[name].shape), weights, directory)
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
-    if compute is not None and not is_quantised(loaded):
+    if given is not None and not is_quantised(loaded):
         raise ValueError(
-            f"compute={compute!r} only affects products with quantised weights, and this model has none. "
+            f"compute={given!r} only affects products with quantised weights, and this model has none. "
             "Pass `quantize` as well, or leave `compute` out."
         )
     return replace(skeleton, loaded), config
+
+
+def _usual_compute() -> str | None:
+    """Returns how to compute products with weights whose format doesn't say in which dtype.
+
+    Rounding to bfloat16 changes products by less than storing weights in 8 bits did, and by much less than
+    llama.cpp does by rounding inputs to 8 bits.
+    """
+    found = library()
+    narrow = isinstance(found, Library) and found.multiplies_bfloat16 and jax.default_backend() == "cpu"
+    return "bfloat16" if narrow else None
 
 
 def _computed(name: str, w: AbstractQuantizedArray, compute: str) -> AbstractQuantizedArray:

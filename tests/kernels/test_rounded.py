@@ -1,4 +1,4 @@
-"""Products of inputs in 8 bits (`compute="int8"`): values, derivatives, and what cannot be met."""
+"""Products that round their inputs (`compute=`): values, derivatives, and what cannot be met."""
 
 import dataclasses
 import functools
@@ -47,6 +47,37 @@ def test_the_reference_rounds_blocks_and_differentiates_straight_through():
     assert 1e-3 < relative_error(_rounded(x) @ dense.T, np.float64(x) @ dense.T) < 1e-2
 
 
+def _narrow(x):
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "nf4", "fp8"])
+def test_inputs_in_bfloat16(name):
+    """Sums are in float32, and the result has the dtype of the inputs."""
+    w, x = dataclasses.replace(_quantised(name, normal(24, 64)), compute="bfloat16"), normal(3, 64, seed=1)
+    dense, times = _dense(w), _times(w)[0]
+    adapted = ql.LoraArray(w, normal(4, 64, seed=2), normal(24, 4, seed=3), alpha=8)
+    low_rank = 2 * np.float64(x) @ np.float64(adapted.a).T @ np.float64(adapted.b).T
+    with _REFERENCE():
+        y, of_x = jax.value_and_grad(lambda x: jnp.sum(times(x, w)))(x)
+        assert relative_error(times(x, w), _narrow(x) @ _narrow(dense).T) < 1e-6
+        assert relative_error(times(x, adapted), _narrow(x) @ _narrow(dense).T + low_rank) < 1e-6
+        assert relative_error(ql.quaxify(jnp.matmul)(x[:, :24], w), np.float64(x[:, :24]) @ dense) < 1e-6
+    assert abs(float(y) - (_narrow(x) @ _narrow(dense).T).sum()) < 1e-3
+    assert relative_error(of_x, np.broadcast_to(dense.sum(0), x.shape)) < 1e-5
+    assert "inputs are rounded to bfloat16; " in _choice(w, x)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"])
+def test_rounding_to_bfloat16_is_less_than_that_of_the_format(name):
+    dense, x = normal(64, 512), normal(8, 512, seed=1)
+    w = dataclasses.replace(_quantised(name, dense), compute="bfloat16")
+    exact = np.float64(x) @ _dense(w).T
+    by_format = relative_error(exact, np.float64(x) @ np.float64(dense).T)
+    with _REFERENCE():
+        assert relative_error(_times(w)[0](x, w), exact) < by_format / 2
+
+
 def test_parts_of_rows_of_codes():
     """Their product is not rounded if it contracts rows, and has nothing to round without elements."""
     w = ql.BlockArray.quantize(normal(4, 256), codec="q4_k", compute="int8")
@@ -63,7 +94,7 @@ def test_what_cannot_be_met_is_an_error(unloaded):
     x = normal(4, 64)
     with pytest.raises(ValueError, match=r"takes codes that bytes can hold.*BlockArray of fp8"):
         ql.BlockArray.quantize(x, codec="fp8", compute="int8")
-    with pytest.raises(ValueError, match="compute must be 'int8' or None; found 'int4'"):
+    with pytest.raises(ValueError, match="compute must be 'int8', 'bfloat16' or None; found 'int4'"):
         ql.NF4Array.quantize(x, compute="int4")
     with pytest.raises(ValueError, match="`activations` and `compute` each say"):
         dataclasses.replace(ql.Int8Array.quantize(x), activations="int8", compute="int8")
@@ -92,6 +123,20 @@ def test_products_of_all_formats(use_native, name, shape):
             x = normal(rows, shape[1], dtype=dtype, seed=rows)
             expected = _rounded(x) @ _dense(w).T
             assert relative_error(fn(x, w), expected) < (1e-4 if in_two_bytes else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(24, 256), (37, 288), (6, 96)])
+@pytest.mark.parametrize("name", [*CODECS, "nested"])
+def test_products_in_bfloat16_of_all_formats(use_native, name, shape):
+    w = dataclasses.replace(_quantised(name, normal(*shape)), compute="bfloat16")
+    fn = jax.jit(_times(w)[0])
+    for rows in (1, 2, 8, 40):
+        x = normal(rows, shape[1], seed=rows)
+        y = fn(x, w)
+        assert y.dtype == jnp.float32
+        # Up to 16 rows multiply either the exact weight or that in bfloat16, depending on the processor.
+        assert relative_error(y, _narrow(x) @ _dense(w).T) < 4e-3
 
 
 @pytest.mark.slow

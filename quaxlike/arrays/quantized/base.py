@@ -80,9 +80,10 @@ class AbstractQuantizedArray(GradientsArray):
     - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
         from codes as well.
     - `compute`: if this is `"int8"` then products on a CPU round the other operand to 8 bits, in blocks of 32
-        that each have a scale, and multiply bytes, as llama.cpp does. Gradients are straight-through: they
-        are those of the product without rounding, and aren't rounded themselves. Nor are products that
-        contract an axis other than the one along which blocks run. None: the other operand isn't rounded.
+        that each have a scale, and multiply bytes, as llama.cpp does. If this is `"bfloat16"` then products
+        round both operands to bfloat16, and add in float32. Gradients are straight-through: they are those of
+        the product without rounding, and aren't rounded themselves. Nor are products that contract an axis
+        other than the one along which blocks run. None: the other operand isn't rounded.
     """
 
     on_materialise = "warn"
@@ -147,8 +148,8 @@ class AbstractQuantizedArray(GradientsArray):
         - `importance`: weights for the squared errors along `axis`, for codecs that search for scales. For a
             layer's weight this should be the mean squares of its inputs (llama.cpp's importance matrix). Pass
             a vector, or one vector for each array in a stack. Default: all equal.
-        - `compute`: `"int8"` for products on a CPU that round the other operand, as described above. Default:
-            the other operand isn't rounded.
+        - `compute`: `"int8"` or `"bfloat16"` for products that round the other operand, as described above.
+            Default: the other operand isn't rounded.
 
         **Returns:** the quantised array, with the same shape and dtype as `x`.
 
@@ -492,7 +493,7 @@ class AbstractQuantizedArray(GradientsArray):
         found = self._for_kernels(parts, shape)
         if found is None:
             # Each row of the matrix is only part of a row of codes. (In practice this is rare for weights.)
-            if self.compute is not None and not transpose and math.prod(shape):
+            if self.compute == "int8" and not transpose and math.prod(shape):
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
                     f"codes of shape {codes.shape}. Leave `compute` out."

@@ -1,7 +1,8 @@
 """Checks of the options that make products round their other operand.
 
-There are two of these. `activations` uses a single scale for each row, whereas `compute` has one for every 32
-numbers, like llama.cpp, and only works on CPUs. An array can't have both.
+There are two of these. `activations` uses a single scale for each row, whereas `compute="int8"` has one for
+every 32 numbers, like llama.cpp, and only works on CPUs. `compute="bfloat16"` has no scales and works everywhere.
+An array can't have both.
 """
 
 from typing import Any
@@ -16,13 +17,13 @@ def check_rounding(w: Any) -> None:
     _check_activations(w)
     if w.compute is None:
         return
-    if w.compute != "int8":
-        raise ValueError(f"compute must be 'int8' or None; found {w.compute!r}.")
+    if w.compute not in ("int8", "bfloat16"):
+        raise ValueError(f"compute must be 'int8', 'bfloat16' or None; found {w.compute!r}.")
     if w.activations is not None:
         raise ValueError(
             "`activations` and `compute` each say how the other operand is rounded: leave one of them out."
         )
-    if not rounds(w.codec):
+    if w.compute == "int8" and not rounds(w.codec):
         raise ValueError(
             f"compute='int8' takes codes that bytes can hold: integers, or tables of at most 16 values; "
             f"found {type(w).__name__} of {w.codec.name}."

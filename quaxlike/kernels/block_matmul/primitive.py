@@ -46,7 +46,8 @@ def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[.
 
 
 def _reference(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
-    x = x if product.compute is None else in_eight_bits(x)
+    if product.compute is not None:
+        x = in_eight_bits(x) if product.compute == "int8" else x.astype(jnp.bfloat16)
     return (whole if decode.fuses else tiled)(x, leaves, *low_rank, decode=decode, product=product)
 
 
@@ -62,6 +63,9 @@ def _choose(
     **params: Any,
 ) -> Choice:
     run = functools.partial(_on_operands, adapters=adapters)
+    if product.compute == "bfloat16":
+        options: Any = {"adapters": adapters, "backend": backend, "partitioned": partitioned, **params}
+        return _choose_in_bfloat16(platform, x, *operands, decode=decode, product=product, **options)
     if product.compute is not None:
         return _choose_rounded(platform, x, run, decode, product, backend, partitioned)
 
@@ -101,6 +105,24 @@ def _native(
         return library
     choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
     return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
+
+
+def _choose_in_bfloat16(
+    platform: str, x: Any, *operands: Any, product: Product, adapters: bool, **params: Any
+) -> Choice:
+    """Chooses the product for inputs in bfloat16, and rounds `x` before it."""
+    narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    params["adapters"] = adapters
+    choice = _choose(platform, narrow, *operands, product=product.unrounded(), **params)
+
+    def run(x: Array, *operands: Any, product: Product, **params: Any) -> Array:
+        leaves, low_rank = _parted(operands, adapters)
+        if platform != "cpu":  # where kernels add the adapters' products to the same sums
+            low_rank = [factor.astype(jnp.bfloat16) for factor in low_rank]
+        x = x.astype(jnp.bfloat16)
+        return choice.run(x, *leaves, *low_rank, product=product.unrounded(), **params)
+
+    return choice._replace(reason=f"inputs are rounded to bfloat16; {choice.reason}", run=run)
 
 
 def _choose_rounded(

@@ -59,8 +59,9 @@ class Product:
     - `scales`: `"float"` for scales in any floating dtype. Scales can also be bytes, in which case this is
         `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
-    - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` that each have a float32 scale, or
-        None to use it as it is. Note that derivatives are those of the product without rounding.
+    - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` that each have a float32 scale,
+        `"bfloat16"` to round it to that dtype, or None to use it as it is. Note that derivatives are those of
+        the product without rounding.
     """
 
     shape: tuple[int, int]

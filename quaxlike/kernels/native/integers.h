@@ -1,11 +1,11 @@
 // Products of one row of x with integer codes, as sums of byte products. product.cc includes this file.
 //
 // Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), with byte digits a, b and c. The error is less
-// than 2^-20 of the largest column. If x and y are bfloat16, they are written as scale * (a * 2^s + b), with an error
+// than 2^-20 of the largest column. If x is bfloat16, they are written as scale * (a * 2^s + b), with an error
 // of 2^-(2s-1), where s is `kShift`. If x is rounded to 8 bits (rounded.h), they are scale * a. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
 // 255, minus their bias, times such a digit stay below 2^31.
 //
-// If x and y are bfloat16, we also support codes of at most 4 bits with arbitrary values (NF4). Each value is written
+// If x is bfloat16, we also support codes of at most 4 bits with arbitrary values (NF4). Each value is written
 // as scale * (h * 2^s + l), with an error of at most 2^-2s of the largest value. We then compute three out of the four
 // byte products, omitting the smallest.
 //

@@ -44,12 +44,14 @@ class NativeError(RuntimeError):
 class Library(NamedTuple):
     """The loaded library: its file, and the instruction sets it uses here.
 
-    `rounding` is how products with 8-bit inputs round: "VNNI", "avx2" or "plain".
+    `rounding` is how products with 8-bit inputs round: "VNNI", "avx2" or "plain". `multiplies_bfloat16` is
+    whether the processor has instructions for this.
     """
 
     path: Path
     instructions: str
     rounding: str
+    multiplies_bfloat16: bool
 
 
 class Built(NamedTuple):
@@ -87,7 +89,8 @@ def library() -> Library | str:
     names = loaded.quaxlike_set, loaded.quaxlike_rounding
     for name in names:
         name.restype = ctypes.c_char_p
-    return Library(path, *(name().decode() for name in names))
+    loaded.quaxlike_bfloat16.restype = ctypes.c_bool
+    return Library(path, *(name().decode() for name in names), loaded.quaxlike_bfloat16())
 
 
 def library_on(platform: str) -> Library | str:

@@ -174,7 +174,7 @@ const integers::Functions* by_bytes() {
   return &set() == &plain::set ? nullptr : &avx2::integers::functions;
 }
 #endif
-// Those with rows of x that are rounded, fastest last.
+// Those with several rows of x, fastest last.
 std::vector<const rounded::Functions*> by_rounding() {
   std::vector<const rounded::Functions*> found = {&plain::rounded::functions};
 #if defined(__x86_64__)
@@ -247,6 +247,22 @@ bool multiply_row(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int 
 #endif
 }
 
+// Multiplies several rows of x, written in so many digits. Returns whether they can be.
+bool multiply_rows(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int count, Result y) {
+  const integers::Codes codes = integers::codes_of(w, count == 1, rounding().shift);
+  if (!codes.known) return false;
+  const int64_t m = x.dimensions()[0];
+  const float* floats = static_cast<const float*>(x.untyped_data());
+  const uint16_t* halves = is_bfloat16(x) ? static_cast<const uint16_t*>(x.untyped_data()) : nullptr;
+  rounded::Digits digits(w, m, count);
+  share(pool, m, w.columns, [&](int64_t begin, int64_t end) { rounding().round(floats, halves, w, codes, digits, begin, end); });
+  if (count > 1 && digits.special) return false;
+  share(pool, w.format.rows, w.columns * m, [&](int64_t begin, int64_t end) {
+    rounding().product(w, codes, digits, y, begin, end);
+  });
+  return true;
+}
+
 ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> y) {
   const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
@@ -256,6 +272,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
   const auto place = [&](int64_t k) { return mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k; };  // as codes are unpacked
 #ifdef QL_MORE
+  if (has_vnni() && narrow && m > 1 && multiply_rows(pool, w, x, 2, result_of(*y))) return ffi::Error::Success();
   if (pairs::here() && narrow && m > 1 && columns % 32 == 0) {
     std::vector<uint16_t> copy(m * columns);
     for (int64_t i = 0; i < m; i++)
@@ -266,7 +283,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     return ffi::Error::Success();
   }
 #endif
-  if (m == 1 && multiply_row(pool, w, x, narrow && is_bfloat16(*y) ? 2 : 3, result_of(*y))) return ffi::Error::Success();
+  if (m == 1 && multiply_row(pool, w, x, narrow ? 2 : 3, result_of(*y))) return ffi::Error::Success();
   const Rows copy = rows_of(x, place);
   share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
     set().of(format).product(w, copy, result_of(*y), begin, end);
@@ -280,16 +297,7 @@ ffi::Error multiply_rounded(ffi::ThreadPool pool, Format format, ffi::AnyBuffer 
   Weight w;
   if (!read_product(args, format, x, *y, w)) return refused();
   if (m == 1 && multiply_row(pool, w, x, 1, result_of(*y))) return ffi::Error::Success();
-  const integers::Codes codes = integers::codes_of(w, true, rounding().shift);
-  if (!codes.known) return refused();
-  const float* floats = static_cast<const float*>(x.untyped_data());
-  const uint16_t* halves = is_bfloat16(x) ? static_cast<const uint16_t*>(x.untyped_data()) : nullptr;
-  rounded::Digits digits(w, m);
-  share(pool, m, columns, [&](int64_t begin, int64_t end) { rounding().round(floats, halves, w, codes, digits, begin, end); });
-  share(pool, format.rows, columns * m, [&](int64_t begin, int64_t end) {
-    rounding().product(w, codes, digits, result_of(*y), begin, end);
-  });
-  return ffi::Error::Success();
+  return multiply_rows(pool, w, x, 1, result_of(*y)) ? ffi::Error::Success() : refused();
 }
 ffi::Error multiply_dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t rows = w.dimensions()[0], columns = w.dimensions()[1];
@@ -351,6 +359,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .RemainingArgs().Ret<AnyBuffer>());
 extern "C" const char* quaxlike_set() { return set().name; }
 extern "C" const char* quaxlike_rounding() { return rounding().name; }
+extern "C" bool quaxlike_bfloat16() {  // whether this processor multiplies it
+#ifdef QL_MORE
+  return pairs::here();
+#else
+  return false;
+#endif
+}
 #else  // one instruction set
 namespace QL_NAME {
 constexpr int kLanes = QL_SET == AVX512 ? 16 : 8;

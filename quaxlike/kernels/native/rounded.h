@@ -1,6 +1,7 @@
-// Products of rows of x that are rounded to 8 bits, by integers, as llama.cpp computes. product.cc includes this file.
+// Products of several rows of x by integers, as llama.cpp computes. product.cc includes this file.
 //
-// Each 32 columns of x are written as scale * digit, with digits up to 127. As many rows of the weight as a vector has
+// Each 32 columns of x are rounded to 8 bits, i.e. written as scale * a, with byte digits a up to 127; or, with much
+// the same error as bfloat16 itself, they are written as scale * (a * 2^s + b), where s is `kShift`. As many rows of the weight as a vector has
 // lanes are a tile. It is unpacked once for all rows of x, to bytes: each lane has four columns of its row, and meets the
 // same four digits. So no sum is reduced across lanes, and 32 columns of all these rows take eight byte products and a
 // scale. Values of tables that no byte holds (NF4) are two bytes, as in integers.h.
@@ -12,16 +13,19 @@ namespace rounded {
 using integers::Codes, integers::kUnit;
 constexpr int64_t kChunk = 64;  // columns that are unpacked at once
 struct Digits {  // of rows of x
+  int count;                    // one or two
   int64_t rows, stride;         // rows are filled up with zeros
   int64_t part, parts;          // columns with one scale of x and one of the weight, and how many such parts a row has
   int64_t of_run;               // parts of a run
-  std::vector<int8_t> of;       // in the order in which codes are unpacked
+  std::vector<int8_t> of;       // a of all rows, then b, in the order in which codes are unpacked
   std::vector<float> scale;     // of each unit
-  std::vector<int32_t> bias;    // of each part: what the bias of codes adds
+  std::vector<int32_t> bias;    // of each part, of a and then b: what the bias of codes adds
   std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
-  Digits(const Weight& w, int64_t rows) : rows(rows), stride(up(w.columns, kChunk) * kChunk) {
+  std::atomic<bool> special{false};  // whether any unit has NaNs, infinities, or only values that are too small
+  Digits(const Weight& w, int64_t rows, int count) : count(count), rows(rows), stride(up(w.columns, kChunk) * kChunk) {
     part = w.runs > 1 && w.run % kUnit ? 16 : kUnit, parts = up(w.columns, part), of_run = up(w.run, part);
-    of.resize(rows * stride), scale.resize(rows * units()), bias.resize(rows * parts), sum.resize(rows * w.runs);
+    of.resize(count * rows * stride), bias.resize(count * rows * parts);
+    scale.resize(rows * units()), sum.resize(rows * w.runs);
   }
   int64_t units() const { return stride / kUnit; }
 };
@@ -132,6 +136,9 @@ QL_BYTES_INLINE int place(const Format& f, int k) {
 QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, Digits& out, int64_t begin, int64_t end) {
   constexpr int kParts = kUnit / kLanes;
   const int32_t bias = codes.bias - (has_signed(w, codes) ? 128 : 0);
+  const int by_digit = out.count == 2 ? kShift : 0;
+  const int32_t half_digit = (1 << by_digit) / 2;
+  const float largest = 127 << by_digit;
   alignas(16) uint8_t columns[16];  // of 16 bytes
   for (int k = 0; k < 16; k++) columns[place(w.format, k)] = k;
   for (int64_t m = begin; m < end; m++) {
@@ -151,22 +158,34 @@ QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight&
       }
       const float most = most_of(sizes);
       const bool known = sum_of(rest) == 0, some = known && most >= 1e-30f;
-      const float scale = some ? most / 127 : known ? 0 : NAN, by = some ? 127 / most : 0;
+      const float scale = some ? most / largest : known ? 0 : NAN, by = some ? largest / most : 0;
+      if (!known || (most != 0 && most < 1e-25f)) out.special = true;
       out.scale[m * out.units() + k / kUnit] = scale * codes.factor;
       I whole[kParts];
-      F halves_of[2] = {};
-      QL_UNROLL for (int i = 0; i < kParts; i++) {
-        whole[i] = some ? nearest(parts[i] * all(by)) : I{};
-        halves_of[i * kLanes / 16] += __builtin_convertvector(whole[i], F);
+      QL_UNROLL for (int i = 0; i < kParts; i++) whole[i] = some ? nearest(parts[i] * all(by)) : I{};
+      int32_t of_halves[2] = {};  // their sums
+      for (int digit = 0; digit < out.count; digit++) {
+        I bytes[kParts];
+        F halves_of[2] = {};
+        QL_UNROLL for (int i = 0; i < kParts; i++) {
+          const I a = (whole[i] + half_digit) >> by_digit;
+          bytes[i] = digit ? whole[i] - (a << by_digit) : a;
+          halves_of[i * kLanes / 16] += __builtin_convertvector(bytes[i], F);
+        }
+        const int64_t row = digit * out.rows + m;
+        put_bytes(bytes, columns, out.of.data() + row * out.stride + k);
+        int32_t* biases = out.bias.data() + row * out.parts;
+        for (int half = 0; half * 16 < count; half++) {
+          const int32_t of_half = sum_of(halves_of[half]);
+          of_halves[half] = digit ? of_halves[half] + of_half : of_half << by_digit;
+          if (out.part == 16) biases[k / 16 + half] = -bias * of_half;
+          else biases[k / kUnit] = (half ? biases[k / kUnit] : 0) - bias * of_half;
+        }
       }
-      put_bytes(whole, columns, out.of.data() + m * out.stride + k);
-      const int32_t halves[] = {int32_t(sum_of(halves_of[0])), int32_t(sum_of(halves_of[1]))};
       for (int half = 0; half * 16 < count; half++) {
-        *sum += halves[half] * scale;
+        *sum += of_halves[half] * scale;
         if ((left -= 16) <= 0) sum++, left = w.run;
-        if (out.part == 16) out.bias[m * out.parts + k / 16 + half] = -bias * halves[half];
       }
-      if (out.part == kUnit) out.bias[m * out.parts + k / kUnit] = -bias * (halves[0] + halves[1]);
     }
   }
 }
@@ -235,7 +254,8 @@ struct Tile {
   const float *scale, *offset;  // of each run, the latter if any; one lane after the other
   int64_t first, count;
 };
-template <int G, int P, bool FINE, int M>
+enum Form { kOneDigit, kTwoDigits, kTwoBytes };  // the latter are values of tables, times one digit
+template <int G, int P, Form FORM, int M>
 QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64_t m, Result y) {
   const int64_t plane = x.stride * kLanes;
   int64_t rows[M];
@@ -249,15 +269,20 @@ QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64
     }
     for (const int64_t stop = std::min(p + x.of_run, x.parts); p < stop; p++) {
       I of[M][2];
-      const int8_t* digits[M];
-      QL_UNROLL for (int i = 0; i < M; i++) {
-        of[i][0] = x.bias[rows[i] * x.parts + p] - I{}, of[i][1] = I{};
-        digits[i] = &x.of[rows[i] * x.stride + p * P];
+      QL_UNROLL for (int d = 0; d <= (FORM != kOneDigit); d++) {
+        const int64_t digit = FORM == kTwoDigits ? d : 0, second = FORM == kTwoBytes ? d : 0;
+        const int8_t* digits[M];
+        QL_UNROLL for (int i = 0; i < M; i++) {
+          const int64_t row = digit * x.rows + rows[i];
+          of[i][d] = second ? I{} : x.bias[row * x.parts + p] - I{};
+          digits[i] = &x.of[row * x.stride + p * P];
+        }
+        dots<G, P / 4, M>(t.bytes + second * plane + p * P * kLanes, digits, of, d);
       }
-      QL_UNROLL for (int d = 0; d <= FINE; d++) dots<G, P / 4, M>(t.bytes + d * plane + p * P * kLanes, digits, of, d);
       QL_UNROLL for (int i = 0; i < M; i++) {
+        if (FORM == kTwoDigits) of[i][0] = (of[i][0] << kShift) + of[i][1];
         F sum = __builtin_convertvector(of[i][0], F);
-        if (FINE) sum += __builtin_convertvector(of[i][1], F) * (1.f / (1 << kShift));
+        if (FORM == kTwoBytes) sum += __builtin_convertvector(of[i][1], F) * (1.f / (1 << kShift));
         sums[i] += sum * (scale * all(x.scale[rows[i] * x.units() + p * P / kUnit]));
       }
     }
@@ -269,12 +294,12 @@ QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64
     else store(static_cast<float*>(y.data) + at, sums[i]);
   }
 }
-template <int G, int P, bool FINE>
+template <int G, int P, Form FORM>
 QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
   constexpr decltype(&unpack_tile<8>) unpacks[] = {unpack_tile<2>, unpack_tile<3>, unpack_tile<4>, unpack_tile<5>, unpack_tile<6>, nullptr, unpack_tile<8>};
   const bool offset = w.format.zeros != kNone || w.outer_zero.count;
   // Several tiles, as the second cache holds them: each row of x is read once for all of them.
-  const int64_t size = x.stride * kLanes * (1 + FINE), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
+  const int64_t size = x.stride * kLanes * (1 + (FORM == kTwoBytes)), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
   Scratch s(w, kLanes);
   uint8_t* bytes = scratch<uint8_t, 3>(tiles * size);
   float* scales = scratch<float, 4>(tiles * 2 * w.runs * kLanes);
@@ -295,23 +320,23 @@ QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digit
     for (int64_t m = 0; m < x.rows; m += kMost)
       for (int i = 0; i < count; i++) {
         const int64_t left = x.rows - m;
-        (left == 1 ? tile<G, P, FINE, 1> : left <= kMost / 2 ? tile<G, P, FINE, kMost / 2> : tile<G, P, FINE, kMost>)(w, all[i], x, m, y);
+        (left == 1 ? tile<G, P, FORM, 1> : left <= kMost / 2 ? tile<G, P, FORM, kMost / 2> : tile<G, P, FORM, kMost>)(w, all[i], x, m, y);
       }
   }
 }
-template <int G, bool FINE>
+template <int G, Form FORM>
 static void product_in(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
-  (x.part == 16 ? product_of<G, 16, FINE> : product_of<G, 32, FINE>)(w, codes, x, y, begin, end);
+  (x.part == 16 ? product_of<G, 16, FORM> : product_of<G, 32, FORM>)(w, codes, x, y, begin, end);
 }
 static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
-  if (codes.fine) return product_in<1, true>(w, codes, x, y, begin, end);
+  if (codes.fine) return product_in<1, kTwoBytes>(w, codes, x, y, begin, end);
   // Sums of G products of codes with so many bits stay below 2^15.
   if constexpr (QL_SET == AVX2) {
-    if (!has_signed(w, codes) && w.format.bits <= 4) return product_in<8, false>(w, codes, x, y, begin, end);
-    if (w.format.bits == 5) return product_in<4, false>(w, codes, x, y, begin, end);
-    if (w.format.bits == 6) return product_in<2, false>(w, codes, x, y, begin, end);
+    if (x.count == 1 && !has_signed(w, codes) && w.format.bits <= 4) return product_in<8, kOneDigit>(w, codes, x, y, begin, end);
+    if (x.count == 1 && w.format.bits == 5) return product_in<4, kOneDigit>(w, codes, x, y, begin, end);
+    if (x.count == 1 && w.format.bits == 6) return product_in<2, kOneDigit>(w, codes, x, y, begin, end);
   }
-  product_in<1, false>(w, codes, x, y, begin, end);
+  (x.count == 1 ? product_in<1, kOneDigit> : product_in<1, kTwoDigits>)(w, codes, x, y, begin, end);
 }
 constexpr Functions functions = {QL_SET == AVX512 ? "VNNI" : QL_STRING(QL_NAME), kShift, round, product};
 }  // namespace rounded

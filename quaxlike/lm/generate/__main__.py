@@ -34,8 +34,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add(
         "--compute",
-        choices=["int8"],
-        help="on a CPU, round the inputs of quantised weights to 8 bits, as llama.cpp does",
+        choices=["int8", "bfloat16"],
+        help="round the inputs of quantised weights: int8, on a CPU, as llama.cpp does",
     )
     add("--cache", choices=["bfloat16", "int8", "q8_0", "q4_0", "nf4"], help="how to store keys and values")
     add("--mesh", metavar="model=4", help="split layers across all devices, along an axis model")

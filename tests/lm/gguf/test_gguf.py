@@ -12,7 +12,8 @@ import pytest
 import quaxlike as ql
 from quaxlike import kernels, lm
 from quaxlike.files import CheckpointError
-from quaxlike.lm import UnsupportedConfigError
+from quaxlike.kernels.native.library import Library
+from quaxlike.lm import UnsupportedConfigError, loading
 from quaxlike.lm.gguf import config as gguf_config
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.surgery.trees import named_arrays
@@ -269,6 +270,23 @@ def test_the_command_reads_gguf(tmp_path, capsys):
 def test_inputs_in_eight_bits_are_of_quantised_weights():
     with pytest.raises(ValueError, match="only affects products with quantised weights"):
         ql.lm.load(_file("qwen2_f32"), compute="int8")
+
+
+def test_products_are_in_bfloat16_where_the_processor_multiplies_it(monkeypatch):
+    name = next(name for name in _MODELS if "q4" in name)
+
+    def loaded(multiplies_bfloat16, **options):
+        found = Library(Path("product.so"), "avx512", "VNNI", multiplies_bfloat16)
+        monkeypatch.setattr(loading, "library", lambda: found)
+        model = ql.lm.load(_file(name), **options)[0]
+        assert model.model.norm.weight.dtype == options.get("dtype", "float32")
+        return {leaf.compute for leaf in jax.tree.leaves(model, is_leaf=ql.is_value) if ql.is_value(leaf)}
+
+    assert loaded(True) == {"bfloat16"}
+    assert loaded(True, compute="int8") == {"int8"}
+    assert loaded(True, dtype="float32") == loaded(True, dtype="bfloat16") == loaded(False) == {None}
+    monkeypatch.setattr(loading, "library", lambda: "the native products are not compiled")
+    assert ql.lm.load(_file(name))[0].model.layers[0].mlp.up_proj.weight.compute is None
 
 
 @pytest.mark.quick("within")
