@@ -10,6 +10,7 @@ in a static field would make `jit` fail, with an error that has nothing to do wi
 import copyreg
 import dataclasses
 import functools
+import typing
 from typing import Any
 
 import equinox as eqx
@@ -160,6 +161,11 @@ def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _check_statics(value: Any) -> None:
     for name in _static_fields(type(value)):
         static = getattr(value, name, None)
+        if isinstance(type(static), QuickMeta) and any(map(eqx.is_array_like, jtu.tree_leaves(static))):
+            raise TypeError(
+                f"{type(value).__name__}.{name} is a static field, so it cannot hold a Value with arrays; "
+                f"found {type(static).__name__}. Leave out `static=True`."
+            )
         try:
             hash(static)
         except TypeError:
@@ -182,3 +188,29 @@ def leaves_of(static: Any) -> list[Any]:
     if isinstance(static, list | tuple | set | frozenset):
         return [leaf for part in static for leaf in leaves_of(part)]
     return jtu.tree_leaves(static)
+
+
+def check_field_names(cls: Any, hooks: dict[str, Any]) -> None:
+    """Raises a `TypeError` if a new class has a field with the name of one of these hooks and properties.
+
+    Such a field would be read in place of the hook, or couldn't be set. The annotation of a hook, such as
+    `linear: bool = True`, is not a field of data, as its value is given.
+    """
+    if (annotations := vars(cls).get("__annotations__")) is None:
+        return
+    for name, annotation in annotations.items():
+        if typing.get_origin(annotation) is typing.ClassVar or "ClassVar" in str(annotation):
+            continue
+        if name not in hooks:
+            continue
+        given = vars(cls).get(name, dataclasses.MISSING)
+        given = given.default if isinstance(given, dataclasses.Field) else given
+        hook = hooks[name]
+        has_value = isinstance(hook, property) or not isinstance(hook, bool | int | str | None)
+        if isinstance(given, bool | int | str | None) and not has_value:
+            continue
+        what = "property" if isinstance(hook, property) else "hook"
+        raise TypeError(
+            f"{cls.__name__} has a field {name!r}, which is the name of a {what} that every Value has. "
+            "Give the field another name."
+        )

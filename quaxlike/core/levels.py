@@ -46,6 +46,14 @@ def _waits_for_rule(level: Any) -> bool:
     return level is not None
 
 
+def might_be_value(tracer: Any) -> bool:
+    """Returns whether a tracer of one of JAX's transforms might stand for a Value.
+
+    Only a running level outside the transform knows. What a rule computes is not that level's.
+    """
+    return any(not level.holds(tracer) and not _waits_for_rule(level) for level in running.levels)
+
+
 class _Running(threading.local):
     """The traces of all `quaxify` calls that are currently running in this thread, outermost first."""
 

@@ -192,7 +192,8 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
     for default, cls in overriding.items():
         if (recorder := recording.active()) is not None:
             recorder.by_default_of(cls)
-        return default(primitive, operands, params)
+        if (out := default(primitive, operands, params)) is not NotImplemented:
+            return out
     if (found := _rule_beyond(trace, primitive, operands)) is not None:
         some = dense_operands(primitive, operands, found.positions)
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.positions)

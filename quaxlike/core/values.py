@@ -12,6 +12,7 @@ import abc
 import dataclasses
 import functools
 import operator
+import re
 import typing
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -22,9 +23,11 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
+import numpy as np
 
 from .._checked import PyTree
 from . import compat
+from .construction import check_field_names
 from .derivatives import derivative_alone
 from .hooks import (
     OFTEN,
@@ -39,10 +42,13 @@ from .hooks import (
     running_hooks,
     traced,
 )
-from .levels import level_of, name_the_mixin, not_dispatched
+from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
 from .source_lines import calling_frame
 
 _M = TypeVar("_M", bound=eqx.Module)
+
+# The hooks and properties of Values, by name.
+_hooks: dict[str, Any] = {}
 
 # Called with every new subclass of `Value`.
 on_new_type: list[Callable[[Any], None]] = []
@@ -83,6 +89,13 @@ class Value(eqx.Module, metaclass=ValueMeta):
     element, and the backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
+    stores_elements: ClassVar[bool] = False
+    """For a linear type with integer, boolean or key leaves: whether each number in its other leaves is one
+    element of the array, whatever the former contain. (For example, these are the positions of the elements
+    that are stored.) If this is False then we check it, and the cotangent is dense if we can't, because we
+    are tracing.
+    """
+
     own_dtypes: ClassVar[bool] = False
     """Whether rules for this type are allowed to return a dtype other than the primitive's."""
 
@@ -101,6 +114,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_field_names(cls, _hooks)
         for hook in on_new_type:
             hook(cls)
 
@@ -305,6 +319,10 @@ class ArrayValue(Value):
         return level.adopt(self).__array__(*args, **kwargs)
 
 
+for _base in (Value, ArrayValue):
+    _hooks |= {name: hook for name, hook in vars(_base).items() if not name.startswith("_")}
+
+
 class NoArrayError(TypeError, RuntimeError):
     """A Value was passed to a function for arrays, outside `quaxify`.
 
@@ -386,8 +404,10 @@ def _required_fields(cls: Any) -> list[str]:
     """Returns the names of the fields that aren't allowed to be None in a module or named tuple."""
     try:
         hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # e.g. a local class, for which we assume that any field can be None
-        hints = {}
+    except (NameError, TypeError):  # e.g. a local class, whose annotations we can only read
+        hints = {
+            name: hint for base in cls.__mro__ for name, hint in vars(base).get("__annotations__", {}).items()
+        }
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
         names = [f.name for f in fields if not f.metadata.get("static") and f.default is not None]
@@ -398,6 +418,8 @@ def _required_fields(cls: Any) -> list[str]:
 
 def _allows_none(hint: Any) -> bool:
     """Returns whether an annotation allows None, for the field or for a part."""
+    if isinstance(hint, str):
+        return re.search(r"\b(None|Optional)\b", hint) is not None
     hint = getattr(hint, "__value__", hint)  # a `type` statement
     return hint is type(None) or any(map(_allows_none, typing.get_args(hint)))
 
@@ -473,9 +495,15 @@ def materialise(tree: PyTree) -> PyTree:
     def dense(leaf: Any) -> Any:
         while isinstance(leaf := getattr(leaf, "quax_value", leaf), Value):  # a tracer's value
             leaf = type(leaf).materialise(leaf)
+        if isinstance(leaf, jax.core.Tracer) and might_be_value(leaf):
+            leaf = materialise_p.bind(leaf)
         return leaf
 
     return jtu.tree_map(dense, tree, is_leaf=is_value)
+
+
+# The equation for the above inside a transform. Its rules are in core/higher_order/value.py.
+materialise_p = jexc.Primitive("quaxlike_materialise")
 
 
 def materialised(value: Any) -> Any:
@@ -524,14 +552,15 @@ def aval_of(value: Value) -> Any:
         _describe(value, statics, leaf_avals)
     except TypeError:  # a leaf other than an array
         for leaf in jtu.tree_leaves(value):
-            if not hasattr(leaf, "shape") and not _is_array(leaf):
+            if isinstance(leaf, np.dtype) or (not hasattr(leaf, "shape") and not _is_array(leaf)):
                 raise not_an_array(value, leaf) from None
         return _make_aval(value, ())
     key: Any = (*statics, *leaf_avals)
     try:
         aval = _avals.get(key)
     except TypeError:  # an unhashable static field; treedefs compare statics without hashing them
-        key = (compat.x64_enabled(), jtu.tree_structure(value), *leaf_avals)
+        types = [x for x in statics if isinstance(x, type | tuple)]
+        key = (compat.x64_enabled(), str(types), jtu.tree_structure(value), *leaf_avals)
         aval = _avals.get(key)
     if aval is None:
         if len(_avals) > 4096:
@@ -581,7 +610,7 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            statics += (type(part), part)  # 1, 1.0 and True compare equal
+            statics += (_types_in(part), part)  # 1, 1.0 and True compare equal
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
         elif kind == "value":
@@ -591,6 +620,11 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
             leaves, treedef = jtu.tree_flatten(part)
             statics += (name, treedef)
             leaf_avals += map(_leaf_aval, leaves)
+
+
+def _types_in(static: Any) -> Any:
+    cls = type(static)
+    return (cls, *map(_types_in, static)) if cls is tuple or cls is list else cls
 
 
 def _leaf_aval(leaf: Any) -> Any:

@@ -221,6 +221,13 @@ def _prefer_mixins(cls: Any) -> None:
             setattr(cls, name, member)
 
 
+def _let_numpy_defer(cls: Any) -> None:
+    """Makes NumPy arrays defer to us in `array * value`, unless the type says how it becomes one."""
+    if issubclass(cls, ArrayValue) and not issubclass(cls, ArrayOperators):
+        converts = cls.__array__ is not ArrayValue.__array__
+        cls.__array_priority__ = 0 if converts else ArrayOperators.__array_priority__
+
+
 def _install() -> None:
     for name, member in vars(ArrayOperators).items():
         if not name.startswith("_"):
@@ -248,6 +255,7 @@ def _install() -> None:
     base_of_all: Any = Value
     base_of_all._hidden_by_stand_ins = {}
     on_new_type.append(_prefer_mixins)
+    on_new_type.append(_let_numpy_defer)
 
 
 _install()

@@ -1,8 +1,8 @@
 """Checks of the options that make products round their other operand.
 
 There are two of these. `activations` uses a single scale for each row, whereas `compute="int8"` has one for
-every 32 numbers, like llama.cpp, and only works on CPUs. `compute="bfloat16"` has no scales and works everywhere.
-An array can't have both.
+every 32 numbers, like llama.cpp, and only works on CPUs. `compute="bfloat16"` has no scales, and works on
+every platform. An array can't have both.
 """
 
 from typing import Any

@@ -69,6 +69,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     transposed: bool = eqx.field(static=True, default=False)
 
     linear: ClassVar[bool] = True
+    stores_elements: ClassVar[bool] = True
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     @classmethod

@@ -49,6 +49,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
     length: int = eqx.field(static=True)
 
     linear = True
+    stores_elements = True
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray((*self.value.shape, self.length), self.value.dtype)

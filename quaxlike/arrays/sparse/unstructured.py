@@ -71,6 +71,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     major: int = eqx.field(static=True, default=0)
 
     linear: ClassVar[bool] = True
+    stores_elements: ClassVar[bool] = True
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     def __check_init__(self) -> None:

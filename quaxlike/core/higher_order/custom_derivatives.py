@@ -471,8 +471,12 @@ def _may_be_differentiated(trace: Any) -> bool:
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """Stops the gradient at any leaves that don't contribute to the derivative, such as frozen weights."""
-    live = [flag for slot in slots for flag in live_leaves(slot)]
+    """Stops the gradient at any leaves that don't contribute to the derivative, such as frozen weights.
+
+    In a type that is linear, rules might carry along leaves that `materialise` doesn't use (e.g. the
+    uncertainties of its elements). Their tangents belong to the results.
+    """
+    live = [flag or slot.linear for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
 

@@ -120,10 +120,22 @@ def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     # written.
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
-    buffer = widened(operands[0], updates)
+    buffer = _lifted(operands[0], updates)
     if not is_value(buffer):
         return by_default(trace, primitive, operands, params)
     return trace.dispatch(primitive, [buffer, *operands[1:]], params)
+
+
+def _lifted(buffer: Any, like: Any) -> Any:
+    """Lifts a buffer to the type of a Value, which may have another shape. If its type can only do this for
+    arrays of the same shape, then the buffer stays an array."""
+    if is_value(buffer):
+        return widened(buffer, like)
+    try:
+        out = widened(buffer, like)
+        return out if not is_value(out) or aval_of(out).shape == buffer.shape else buffer
+    except Exception:  # `promote` might raise any error
+        return buffer
 
 
 @builtin("add_any", "add_jaxvals")
@@ -183,7 +195,7 @@ def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, param
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)
-    buffer = widened(without_placeholder(buffer), x)
+    buffer = _lifted(without_placeholder(buffer), x)
     x = widened(x, buffer)
     # If they have different structures then we would be matching up unrelated leaves.
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):

@@ -21,7 +21,7 @@ from ..jaxprs.slots import LeafLayout
 from ..levels import not_dispatched
 from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
-from ..values import Value, materialised
+from ..values import Value, materialise, materialise_p, materialised
 from .control_flow import stacks
 from .linear import jvp_along
 
@@ -132,3 +132,18 @@ def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> 
 ad.primitive_jvps[value_p] = _jvp
 ad.primitive_transposes[value_p] = _transpose
 batching.primitive_batchers[value_p] = _batching
+
+
+# `quaxlike.materialise` inside a transform.
+
+
+@builtin("quaxlike_materialise")
+def _materialise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    return materialise(operands[0])
+
+
+materialise_p.def_impl(lambda x: x)
+materialise_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(materialise_p, lambda ctx, x: [x])
+ad.deflinear2(materialise_p, lambda ct, x: [ct])
+batching.defvectorized(materialise_p)

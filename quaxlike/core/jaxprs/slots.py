@@ -27,6 +27,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import compat
+from ..construction import leaves_of
 from ..plain_arrays import either, hooks
 from ..rules import RuleWarning
 from ..values import (
@@ -136,7 +137,24 @@ class LeafLayout:
 
 def has_cotangents(x: Any) -> bool:
     """Returns whether `x` is a Value for which cotangents have the same type."""
-    return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
+    if not is_value(x) or not is_linear(x):
+        return False
+    leaves, (slot,) = flatten([x])
+    if all(map(has_tangent, slot.avals)):
+        return _gives_leaves_back(slot)
+    # We can't just make up the contents of a pattern. For example, indices have to be distinct and in bounds.
+    if all(part.stores_elements or not _has_own_pattern(part) for part in (x, *held(x))):
+        return True
+    pattern = [None if has_tangent(a) else leaf for leaf, a in zip(leaves, slot.avals, strict=True)]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in pattern):
+        return refuses(x)
+    return _gives_leaves_back.__wrapped__(slot, pattern)
+
+
+def _has_own_pattern(value: Value) -> bool:
+    """Returns whether a Value has a pattern itself, rather than the Values inside it."""
+    leaves = jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x))
+    return not all(is_value(leaf) or has_tangent(jax.typeof(leaf)) for leaf in leaves)
 
 
 def is_a_space(x: Any) -> bool:
@@ -171,22 +189,32 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 @functools.lru_cache(maxsize=4096)
-def _gives_leaves_back(slot: LeafLayout) -> bool:
+def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -> bool:
     """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
     If it isn't, then the leaves' cotangents aren't just elements of the dense cotangent. (For example,
-    if each element of a leaf is repeated, then its cotangent is a sum of several elements.) We don't check
-    this for types that have a pattern or that can't be materialised.
+    if each element of a leaf is repeated, then its cotangent is a sum of several elements.) We assume this of
+    types that can't be materialised.
+
+    **Arguments:**
+
+    - `pattern`: the leaves without tangents, and None in place of all others.
     """
-    # We can't just make up the contents of a pattern. For example, indices have to be distinct and in bounds.
-    if not all(map(has_tangent, slot.avals)):
-        return True
+    # When exporting, sizes might be symbolic. Any small ones will do.
+    shapes = [[n if isinstance(n, int) else 3 + i for i, n in enumerate(a.shape)] for a in slot.avals]
     # These are exact in every dtype.
-    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]
+    numbers = [(np.arange(1, math.prod(shape) + 1) % 5 - 2).reshape(shape) for shape in shapes]
+    constant = [None] * len(slot) if pattern is None else pattern
+    free = [i for i, leaf in enumerate(constant) if leaf is None]
+
+    def dense_of(own: Sequence[Any]) -> Any:
+        given = dict(zip(free, own, strict=True))
+        return materialised(slot.unflatten([given.get(i, leaf) for i, leaf in enumerate(constant)]))
+
     with probing():
-        leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
+        leaves = [jnp.asarray(numbers[i], slot.avals[i].dtype) for i in free]
         try:
-            dense, transpose = jax.vjp(lambda leaves: materialised(slot.unflatten(leaves)), leaves)
+            dense, transpose = jax.vjp(dense_of, leaves)
         except Exception:  # a type can raise any error in order to refuse
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
@@ -278,8 +306,27 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     if any(a.shape != shape for a in slot.avals):
         return False
     # Check this for small sizes of our own choosing. The actual arrays might be large, and it's also possible
-    # that the parts only agree at one particular size.
-    sizes = [2 + i for i in range(len(shape))]  # these are all different, to tell the axes apart
+    # that the parts only agree at one particular size. A static number might be a length or a limit, so go
+    # beyond it as well.
+    beyond = max([abs(x) for x in _static_numbers(slot.like) if abs(x) < np.inf], default=0)
+    tried = [(0, 1.0), (min(int(beyond), _LONGEST_PROBE), 10.0 * (1 + beyond))] if beyond else [(0, 1.0)]
+    return all(_is_cut_at(slot, axis, longer, scale, rows) for longer, scale in tried)
+
+
+_LONGEST_PROBE = 4096
+
+
+def _static_numbers(value: Value) -> list[Any]:
+    """Returns the numbers in the static fields of a Value and of the Values inside it."""
+    statics = [static for part in (value, *held(value)) for static in _statics(part)]
+    return [x for static in statics for x in leaves_of(static) if type(x) in (int, float)]
+
+
+def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: bool) -> bool:
+    """Returns whether `_is_cut_with_leaves` is true of arrays of small sizes, but for `axis`, which is
+    `longer` than usual, and of numbers of about the size `scale`."""
+    sizes = [2 + i for i in range(len(slot.aval.shape))]  # these are all different, to tell the axes apart
+    sizes[axis] += longer
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
     if not rows:
         sizes[axis] *= 2
@@ -293,21 +340,38 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
         return False
     if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
-    # Use irregular numbers. Otherwise incorrect parts might happen to be equal to the correct ones.
-    numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
+    n = sizes[axis]
+    chosen = sorted({*range(min(n, 4)), n // 2, n - 2, n - 1}) if rows else range(2)
 
     def cut(x: Any) -> list[Any]:
-        parts = jnp.split(x, sizes[axis] if rows else 2, axis)
-        return [jnp.squeeze(part, axis) for part in parts] if rows else parts
+        if rows:
+            return [jnp.take(x, i, axis) for i in chosen]
+        return jnp.split(x, 2, axis)
 
     with probing():
         try:
-            leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
+            leaves = [_irregular(a.dtype, sizes, i, scale) for i, a in enumerate(slot.avals)]
             dense = materialised(whole.unflatten(leaves))
         except Exception:  # a type can raise any error in order to refuse
             return True
         parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
+
+
+def _irregular(dtype: Any, shape: Sequence[int], seed: int, scale: float) -> Any:
+    """Returns an array of irregular numbers. Otherwise incorrect parts might happen to be equal to the
+    correct ones."""
+    count = math.prod(shape)
+    steps = np.arange(seed * count, (seed + 1) * count)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        numbers = np.sin(steps * steps) > 0
+    elif jnp.issubdtype(dtype, jnp.integer):
+        numbers = steps * steps * 7 % 11
+    else:
+        numbers = scale * np.sin(steps)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            numbers = numbers + 1j * scale * np.cos(steps * steps)
+    return jnp.asarray(numbers.reshape(shape), dtype)
 
 
 def _statics(value: Value) -> list[Any]:
