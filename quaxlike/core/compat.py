@@ -464,12 +464,24 @@ def wants_concrete(error: Exception) -> bool:
     return re.search("concrete|must (have|be) static", str(error)) is not None
 
 
+def explicit_sharding(x: Any) -> Any:
+    """Returns the sharding of an aval or a `ShapeDtypeStruct` if it is part of its type, or else None."""
+    sharding = getattr(x, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """Moves `aval` to the leaves' mesh, and makes it vary over all axes that any leaf varies over."""
+    """Moves `aval` to the leaves' mesh, and makes it vary over all axes that any leaf varies over.
+
+    If it is explicitly sharded already then this doesn't change. Otherwise we assume that it's sharded like a
+    leaf of the same shape, if there is one.
+    """
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval
-    alike = [a.sharding for a in placed if a.shape == aval.shape]
+    own = [] if explicit_sharding(aval) is None else [aval.sharding]
+    alike = [*own, *(a.sharding for a in placed if a.shape == aval.shape)]
     mesh = placed[0].sharding.mesh
     sharding = alike[0] if alike else jax.NamedSharding(mesh, jax.P(*[None] * len(aval.shape)))
     varying = frozenset().union(*(a.manual_axis_type.varying for a in placed))

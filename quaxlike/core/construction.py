@@ -190,8 +190,12 @@ def leaves_of(static: Any) -> list[Any]:
     return jtu.tree_leaves(static)
 
 
-def check_field_names(cls: Any, hooks: dict[str, Any]) -> None:
-    """Raises a `TypeError` if a new class has a field with the name of one of these hooks and properties.
+# The hooks and properties of Values, by name.
+HOOKS: dict[str, Any] = {}
+
+
+def check_field_names(cls: Any) -> None:
+    """Raises a `TypeError` if a new class has a field with the name of a hook or a property of Values.
 
     Such a field would be read in place of the hook, or couldn't be set. The annotation of a hook, such as
     `linear: bool = True`, is not a field of data, as its value is given.
@@ -201,11 +205,11 @@ def check_field_names(cls: Any, hooks: dict[str, Any]) -> None:
     for name, annotation in annotations.items():
         if typing.get_origin(annotation) is typing.ClassVar or "ClassVar" in str(annotation):
             continue
-        if name not in hooks:
+        if name not in HOOKS:
             continue
         given = vars(cls).get(name, dataclasses.MISSING)
         given = given.default if isinstance(given, dataclasses.Field) else given
-        hook = hooks[name]
+        hook = HOOKS[name]
         has_value = isinstance(hook, property) or not isinstance(hook, bool | int | str | None)
         if isinstance(given, bool | int | str | None) and not has_value:
             continue

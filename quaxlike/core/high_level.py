@@ -3,6 +3,8 @@ primitive.
 
 Users register rules for a *class* of `HiPrim`, but dispatch compares primitives by identity. So we create a
 separate primitive for each class, which lives for as long as the class does.
+
+Also knows which of JAX's primitives aren't bound at all, so that rules for them would never be called.
 """
 
 from collections.abc import Callable
@@ -58,3 +60,17 @@ primitive_of: Callable[[type], HighLevelPrimitive] = compat.weakly_cached(
 def is_high_level(cls: Any) -> bool:
     """Returns whether `cls` is a class of high-level primitives."""
     return isinstance(cls, type) and HiPrim is not None and issubclass(cls, HiPrim)
+
+
+def why_never_bound(primitive: jexc.Primitive) -> str | None:
+    """Returns the reason why rules for a primitive are never called, or None if they are.
+
+    JAX doesn't bind these like other primitives: see `QuaxTrace.process_custom_jvp_call`.
+    """
+    if primitive.name not in ("custom_jvp_call", "custom_vjp_call", "shard_map"):
+        return None
+    return (
+        f"A rule for `{primitive}` is never called: functions with custom derivatives and `shard_map` run on "
+        "Values by themselves. Register rules for the operations inside, or make the function a primitive "
+        "with `quaxlike.primitives.define_primitive`."
+    )

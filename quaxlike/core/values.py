@@ -11,7 +11,6 @@ runs for every operand of every primitive.
 import abc
 import dataclasses
 import functools
-import operator
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 
 from .._checked import PyTree
 from . import compat
-from .construction import check_field_names
+from .construction import HOOKS, check_field_names
 from .derivatives import derivative_alone
 from .hooks import (
     OFTEN,
@@ -43,12 +42,10 @@ from .hooks import (
     traced,
 )
 from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
+from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense, types_in
 from .source_lines import calling_frame
 
 _M = TypeVar("_M", bound=eqx.Module)
-
-# The hooks and properties of Values, by name.
-_hooks: dict[str, Any] = {}
 
 # Called with every new subclass of `Value`.
 on_new_type: list[Callable[[Any], None]] = []
@@ -114,7 +111,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_field_names(cls, _hooks)
+        check_field_names(cls)
         for hook in on_new_type:
             hook(cls)
 
@@ -268,7 +265,7 @@ class ArrayValue(Value):
             # Create a new function each time to avoid a cache hit, since JAX compares statics by `==`, and `1
             # == 1.0`.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
-        return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
+        return leaf_aval(out)
 
     @abc.abstractmethod
     def materialise(self) -> jax.Array:
@@ -320,7 +317,7 @@ class ArrayValue(Value):
 
 
 for _base in (Value, ArrayValue):
-    _hooks |= {name: hook for name, hook in vars(_base).items() if not name.startswith("_")}
+    HOOKS.update((name, hook) for name, hook in vars(_base).items() if not name.startswith("_"))
 
 
 class NoArrayError(TypeError, RuntimeError):
@@ -516,30 +513,6 @@ def materialised(value: Any) -> Any:
     return value
 
 
-def as_shapes(value: Value) -> Value:
-    """Replaces every array leaf by its shape and dtype, and leaves of any other JAX type by an `OfType`."""
-
-    def shape(leaf: Any) -> Any:
-        aval = jax.typeof(leaf) if _is_array(leaf) else leaf
-        if isinstance(aval, jax.core.ShapedArray):
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        return OfType(aval) if isinstance(aval, jax.core.AbstractValue) else leaf
-
-    return jtu.tree_map(shape, value)
-
-
-class OfType:
-    """A leaf of which only the type is known. Like `jax.ShapeDtypeStruct`, but for hijax types in a Value."""
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: jax.core.AbstractValue) -> None:
-        self.aval = aval
-
-
-compat.register_stand_in(OfType, operator.attrgetter("aval"))
-
-
 def _is_array(leaf: Any) -> bool:
     return eqx.is_array_like(leaf) or isinstance(leaf, Value)
 
@@ -610,7 +583,7 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            statics += (_types_in(part), part)  # 1, 1.0 and True compare equal
+            statics += (types_in(part), part)  # 1, 1.0 and True compare equal
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
         elif kind == "value":
@@ -619,18 +592,7 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
         else:  # None, a number, a shape, or a pytree
             leaves, treedef = jtu.tree_flatten(part)
             statics += (name, treedef)
-            leaf_avals += map(_leaf_aval, leaves)
-
-
-def _types_in(static: Any) -> Any:
-    cls = type(static)
-    return (cls, *map(_types_in, static)) if cls is tuple or cls is list else cls
-
-
-def _leaf_aval(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
-    return jax.typeof(leaf)
+            leaf_avals += map(leaf_aval, leaves)
 
 
 _fields: dict[type, list[tuple[str, bool]]] = {}
@@ -650,12 +612,14 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
         message = f"{type(value).__name__} has no shape: its hooks raise {found}. {remedy(value, error)}"
         raise ValueError(message.rstrip()) from error
     if isinstance(aval, jax.ShapeDtypeStruct):
-        aval = _leaf_aval(aval)
+        aval = leaf_aval(aval)
     if not isinstance(aval, jax.core.AbstractValue):
         raise ValueError(
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
             f"found {aval!r}."
         )
+    if compat.explicit_sharding(aval) is None and any(map(compat.explicit_sharding, leaf_avals)):
+        aval = sharded_like_dense(value, aval)
     return compat.place_aval_like(aval, leaf_avals)
 
 

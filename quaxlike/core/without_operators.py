@@ -223,7 +223,8 @@ def _prefer_mixins(cls: Any) -> None:
 
 def _let_numpy_defer(cls: Any) -> None:
     """Makes NumPy arrays defer to us in `array * value`, unless the type says how it becomes one."""
-    if issubclass(cls, ArrayValue) and not issubclass(cls, ArrayOperators):
+    bases = cls.__mro__
+    if ArrayValue in bases and ArrayOperators not in bases:
         converts = cls.__array__ is not ArrayValue.__array__
         cls.__array_priority__ = 0 if converts else ArrayOperators.__array_priority__
 

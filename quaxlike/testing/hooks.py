@@ -16,7 +16,8 @@ from ..core.jaxprs.linearity import is_linear
 from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
 from ..core.plain_arrays import takes_no_like
-from ..core.values import Value, as_shapes, aval_of, is_value
+from ..core.shapes import as_shapes
+from ..core.values import Value, aval_of, is_value
 from .compare import disagreement, is_inexact
 from .programs import mesh, plain
 from .refusing import found_by_name, reveal

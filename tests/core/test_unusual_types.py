@@ -402,3 +402,24 @@ def test_promote_cannot_lift_a_buffer_of_another_shape():
     np.testing.assert_allclose(ql.quaxify(write)(x), write(x.materialise()))
     add = lambda x: jnp.zeros((5, 3)).at[jnp.array([0, 3])].add(x)
     np.testing.assert_allclose(ql.quaxify(add)(x), add(x.materialise()))
+
+
+def test_the_sharding_of_an_explicit_mesh():
+    class Transposed(ql.ArrayValue):
+        array: jax.Array
+
+        def materialise(self):
+            return self.array.T
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for shape in ((4, 4), (2, 4)):
+            array = jax.device_put(jnp.ones(shape), jax.NamedSharding(mesh, jax.P("i", None)))
+            x = Transposed(array)
+            assert jax.typeof(x.materialise()) == x.aval()
+            for program in (
+                lambda x: lax.fori_loop(0, 2, lambda i, carry: carry * 2, x),
+                lambda x: jax.grad(lambda x: jnp.sin(x).sum())(x),
+            ):
+                found = ql.materialise(ql.quaxify(program)(x))
+                np.testing.assert_allclose(found, program(x.materialise()), rtol=1e-6)

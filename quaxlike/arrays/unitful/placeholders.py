@@ -28,7 +28,8 @@ from jax.core import Tracer
 from ...core import compat
 from ...core.high_level import as_call
 from ...core.plain_arrays import Following, Placeholders, hooks, takes_no_like
-from ...core.values import Value, as_shapes, is_value, probing
+from ...core.shapes import as_shapes
+from ...core.values import Value, is_value, probing
 
 # Represents one of 0, infinity and NaN, if we don't know which.
 OPEN = np.float64("nan")

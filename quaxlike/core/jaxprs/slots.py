@@ -30,9 +30,9 @@ from .. import compat
 from ..construction import leaves_of
 from ..plain_arrays import either, hooks
 from ..rules import RuleWarning
+from ..shapes import as_shapes
 from ..values import (
     Value,
-    as_shapes,
     aval_of,
     is_value,
     materialised,

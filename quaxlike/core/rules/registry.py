@@ -40,10 +40,6 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
-# JAX doesn't bind these like other primitives: see `QuaxTrace.process_custom_jvp_call` and those beside it.
-_NEVER_BOUND = ("custom_jvp_call", "custom_vjp_call", "shard_map")
-
-
 class RuleWarning(UserWarning):
     """Issued for a rule or a type that works, but is harder to check as it was written for another library.
 
@@ -314,13 +310,8 @@ def register(
     if not primitives:
         raise ValueError("register takes at least one primitive; found an empty sequence.")
 
-    if unused := [str(p) for p in primitives if p.name in _NEVER_BOUND]:
-        message = (
-            f"A rule for `{unused[0]}` is never called: functions with custom derivatives and `shard_map` "
-            "run on Values by themselves. Register rules for the operations inside, or make the function a "
-            "primitive with `quaxlike.primitives.define_primitive`."
-        )
-        warnings.warn(message, RuleWarning, stacklevel=2)
+    if reason := next(filter(None, map(high_level.why_never_bound, primitives)), None):
+        warnings.warn(reason, RuleWarning, stacklevel=2)
 
     def decorator(function: _Fn) -> _Fn:
         global _epoch

@@ -17,10 +17,10 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
-from jax import lax
 
 from .. import compat
 from ..scoped import Scoped
+from ..shapes import as_strong, is_weak
 from ..values import Value, aval_of, is_value, refuses
 from .annotations import type_name
 from .beyond import Lost, keeping, kept_by_others
@@ -219,8 +219,8 @@ class Checked:
         if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
             return NotImplemented
         out = self.rule(primitive, operands, params)
-        if any(map(_is_weak, out)) if isinstance(out, list | tuple) else _is_weak(out):
-            out = _as_strong(primitive, operands, params, out)
+        if any(map(is_weak, out)) if isinstance(out, list | tuple) else is_weak(out):
+            out = as_strong(out, _expected(primitive, operands, params))
         key: Any = tuple(params.values())
         here, right_here = self._here
         try:
@@ -258,29 +258,6 @@ class Checked:
             # Assign both at once, because threads have other traces.
             self._here = weakref.ref(trace), right_here
         right_here.add(key)
-
-
-def _is_weak(x: Any) -> bool:
-    return type(x) in (int, float, complex) or getattr(x, "weak_type", False)
-
-
-def _as_strong(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> Any:
-    """Converts weakly typed results to strong types where the primitive's are strong.
-
-    If we didn't, then the dtype of whatever is computed from them next would be a different one.
-    """
-    results = out if primitive.multiple_results else [out]
-    expected = _expected(primitive, operands, params) or [None] * len(results)
-    strong = [
-        lax.convert_element_type(x, want.dtype)
-        if _is_weak(x) and isinstance(want, jax.core.ShapedArray) and not want.weak_type
-        and jax.typeof(x).dtype == want.dtype
-        else x
-        for x, want in zip(results, expected, strict=False)
-    ]  # fmt: skip
-    if len(strong) != len(results):  # `check_results` says so
-        return out
-    return strong if primitive.multiple_results else strong[0]
 
 
 _MOST_TRUSTED = 256  # the maximal size of a set of trusted parameters
