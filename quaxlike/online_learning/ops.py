@@ -334,7 +334,9 @@ def elementwise(w: ArrayLike) -> jax.Array:
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
-    return jnp.take(table, indices, axis=0)
+    # This returns the same rows as `table[indices]`. However that drops the gradient of indices that are out of
+    # bounds, whereas here it belongs to the row that was returned.
+    return table.at[indices].get(mode="clip")
 
 
 def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
@@ -344,8 +346,9 @@ def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) ->
 
 
 def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
+    # Unlike `jax.nn.one_hot`, this takes negative indices and those out of bounds as the lookup does.
     table = weights["weight"]
-    return jax.nn.one_hot(x, table.shape[0], dtype=table.dtype)
+    return _look_up(x, jnp.eye(table.shape[0], dtype=table.dtype))
 
 
 # Here indices are `(batch...)`, and table is `(vocabulary, features)`.
@@ -369,7 +372,8 @@ def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
 
     **Arguments:**
 
-    - `indices`: integers of any shape.
+    - `indices`: integers of any shape. Just as in JAX, negative indices count from the end, and indices that
+        are out of bounds are those of the first or the last row.
     - `table`: array of shape `(vocabulary, features)`.
 
     **Returns:** an array of shape `(..., features)`.

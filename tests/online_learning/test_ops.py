@@ -218,6 +218,22 @@ def test_values():
     )
 
 
+@pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.5)])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_indices_are_those_of_jax(learner, dtype):
+    """Negative ones count from the end, and those out of bounds are those of the first or the last row."""
+    numbers = [[-1, 9], [-9, 2], [0, -5]] if dtype == "int8" else [[4, 9], [255, 2], [0, 1]]
+    rows = [[4, 4], [0, 2], [0, 0]] if dtype == "int8" else [[4, 4], [4, 2], [0, 1]]
+    table, indices = jnp.asarray(_normal(0, 5, HIDDEN)), jnp.asarray(numbers, dtype)
+    h, target = jnp.zeros((3, 2, HIDDEN)), _normal(1, 1, 3, 2, HIDDEN)
+    np.testing.assert_array_equal(embedding(indices, table), table[indices])
+    step = lambda t, h, i: ((n := 0.5 * h + embedding(i, t)), jnp.sin(n))
+    plain = lambda t, h, i: ((n := 0.5 * h + t[jnp.asarray(rows)]), jnp.sin(n))
+    found = online(learner(step), table, h, indices[None], target)
+    expected = backpropagated(plain, table, h, indices[None], target)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 VALUES = {
     "matmul": lambda x, w: matmul(x, w),
     "bias": lambda x, w: matmul(x, w, bias=jnp.ones(64)),
