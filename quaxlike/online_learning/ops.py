@@ -334,8 +334,8 @@ def elementwise(w: ArrayLike) -> jax.Array:
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
-    # This returns the same rows as `table[indices]`. However that drops the gradient of indices that are out of
-    # bounds, whereas here it belongs to the row that was returned.
+    # This returns the same rows as `table[indices]`. However, that drops the gradient of an index that is out
+    # of bounds, whereas here it belongs to the row that was returned.
     return table.at[indices].get(mode="clip")
 
 
