@@ -362,8 +362,8 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 class TracedStep:
     """A step function `step(model, state, *inputs) -> (state, output)`, traced for some particular arguments.
 
-    Here `params` are the arrays in the model that are trained. `inputs` are all other arrays in the model,
-    followed by the actual inputs.
+    Here `params` are the leaves of the model that are trained. `inputs` are all other arrays in the model,
+    followed by those in the actual inputs.
     """
 
     def __init__(
@@ -375,7 +375,8 @@ class TracedStep:
         inputs: Sequence[PyTree],
     ) -> None:
         trained, held = eqx.partition(model, trainable)
-        others, static = eqx.partition((held, list(inputs)), eqx.is_array_like)
+        # Just as with `eqx.filter_jit`, numbers of Python are static, because the step might branch on them.
+        others, static = eqx.partition((held, list(inputs)), eqx.is_array)
         num_held = len(jtu.tree_leaves(others[0]))
         paths_and_params, self._trained_tree = jtu.tree_flatten_with_path(trained)
         self.param_names = [jtu.keystr(path) for path, _ in paths_and_params]

@@ -75,6 +75,48 @@ def test_modules_and_states_that_are_not_floats():
     np.testing.assert_allclose(learned.loss, squared_error(learned.output[0], target[0]))
 
 
+class Flagged(eqx.Module):
+    """What Python reads while the step is traced."""
+
+    weight: jax.Array
+    dropout: eqx.nn.Dropout
+    num_layers: int = 2
+
+    def __call__(self, h, x, sign):
+        for _ in range(self.num_layers):
+            x = self.dropout(x)
+        h = 0.5 * h + matmul(x, self.weight)
+        return h, jnp.sin(h) if sign > 0 else -jnp.sin(h)
+
+
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
+def test_numbers_of_python_are_static(learner):
+    model = Flagged(normal(IN, HIDDEN, seed=2), eqx.nn.Dropout(0.5, inference=True))
+    h, x, learner = jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN), learner(Flagged.__call__)
+    learn = eqx.filter_jit(learner.value_and_grad)
+    traces = learner.init(model, h, x, 1)
+    for sign in (1, -1):
+        found = learn(jnp.sum, model, h, traces, x, sign)
+        expected = eqx.filter_grad(lambda m, sign=sign: jnp.sum(m(h, x, sign)[1]))(model)
+        np.testing.assert_allclose(found.grads.weight, expected.weight, rtol=1e-5)
+        assert found.grads.num_layers is None
+
+
+def test_arrays_and_trained_numbers_are_traced():
+    """Those of NumPy, too."""
+
+    def step(model, h, x, *numbers):
+        assert all(isinstance(number, jax.core.Tracer) for number in numbers)
+        h = 0.5 * h + model["scale"] * matmul(x, model["w"])
+        return h, h
+
+    model, numbers = {"w": normal(IN, HIDDEN), "scale": 2.0}, (np.float32(1), np.bool_(True), np.ones(2))
+    h, x = jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    learner = DRTRL(step, trainable=eqx.is_inexact_array_like, untraced="allow")
+    found = learner.value_and_grad(jnp.sum, model, h, learner.init(model, h, x, *numbers), x, *numbers)
+    np.testing.assert_allclose(found.grads["scale"], jnp.sum(x @ model["w"]), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_what_is_trained_can_be_chosen():
     model = {"w": normal(IN, HIDDEN, seed=2), "v": normal(IN, HIDDEN, seed=3)}
