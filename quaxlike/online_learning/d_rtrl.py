@@ -54,6 +54,8 @@ class DRTRL(Learner):
     - `mixing`: what to do about steps that mix different positions of the state. One of `"error"`, `"warn"`
         or `"allow"`.
 
+    **Raises:** `ValueError` for any other `untraced` or `mixing`.
+
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
     """

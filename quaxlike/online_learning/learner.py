@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._checked import check_option
 from .graph import Group, Op, Relation, bind, with_items
 from .step import Step, TracedStep, reached
 
 Weights = dict[str, Any]
+_OnFinding = Literal["warn", "allow", "error"]
 
 
 class UntracedParameterWarning(UserWarning):
@@ -62,9 +64,11 @@ class Learner(abc.ABC):
         step: Callable[..., tuple[PyTree, PyTree]],
         *,
         trainable: PyTree = eqx.is_inexact_array,
-        untraced: Literal["warn", "allow", "error"] = "warn",
-        mixing: Literal["warn", "allow", "error"] = "error",
+        untraced: _OnFinding = "warn",
+        mixing: _OnFinding = "error",
     ) -> None:
+        for option, given in (("untraced", untraced), ("mixing", mixing)):
+            check_option(type(self).__name__, option, given, _OnFinding)
         self.step = step
         self.trainable = trainable
         self.untraced = untraced

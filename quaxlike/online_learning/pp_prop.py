@@ -46,7 +46,7 @@ class PPProp(Learner):
     - `decay`: the decay α. This is either a float in [0, 1), or an integer rank r ≥ 1, which corresponds to α
         = (r − 1) / (r + 1).
 
-    **Raises:** `ValueError` for any other decay.
+    **Raises:** `ValueError` for any other `decay`, `untraced` or `mixing`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).

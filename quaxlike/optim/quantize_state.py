@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, PyTree, UInt32
 
-from .._checked import checked, did_you_mean
+from .._checked import check_option, checked, did_you_mean
 from ..arrays.quantized import CODECS, BlockArray, Codec
 from ..arrays.quantized.scales import check_block_size, encode
 from ..core.quaxify import quaxify
@@ -47,7 +47,7 @@ class QuantizedState(NamedTuple):
     key: UInt32[Array, " words"] | None
 
 
-@checked
+@checked(options=("stochastic",))
 def quantize_state(
     transformation: optax.GradientTransformation,
     scheme: str = "q8_0",
@@ -93,8 +93,8 @@ def quantize_state(
 
     **Returns:** a gradient transformation with state [`quaxlike.optim.QuantizedState`][].
 
-    **Raises:** `ValueError` if the scheme isn't supported. `init` also raises this if the state contains
-    large arrays, but none of them are in a field that is known to contain moments.
+    **Raises:** `ValueError` if the scheme or a value of `moments` isn't supported. `init` also raises this if
+    the state contains large arrays, but none of them are in a field that is known to contain moments.
 
     !!! example
 
@@ -112,7 +112,11 @@ def quantize_state(
     """
     codec = _codec(scheme)
     check_block_size(block_size)
-    known: dict[str, Moment | None] = {**_MOMENTS, **({} if moments is None else moments)}
+    moments = {} if moments is None else moments
+    for field, kind in moments.items():
+        if kind is not None:
+            check_option("quantize_state", f"moments[{field!r}]", kind, Moment)
+    known: dict[str, Moment | None] = {**_MOMENTS, **moments}
     block = codec.block if block_size is None else block_size
     inner = optax.with_extra_args_support(transformation)
 

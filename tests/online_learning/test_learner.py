@@ -19,7 +19,7 @@ from quaxlike.online_learning import (
     etp_conv_p,
     matmul,
 )
-from tests.samples import normal
+from tests.samples import normal, wrong_types
 
 from .oracles import backpropagated, online, relative_error, squared_error
 
@@ -384,3 +384,13 @@ def test_states_that_do_not_fit():
 def test_decays_that_are_none(decay):
     with pytest.raises(ValueError, match=r"decay must be a float in \[0, 1\) or an integer rank"):
         PPProp(_leaky, decay=decay)
+
+
+@wrong_types
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
+@pytest.mark.parametrize("option", ["untraced", "mixing"])
+def test_options_that_do_not_exist(learner, option):
+    name = "DRTRL" if learner is DRTRL else "PPProp"
+    message = f"{name} takes one of 'warn', 'allow', 'error' as {option}; found 'raise'"
+    with pytest.raises(ValueError, match=message):
+        learner(_leaky, **{option: "raise"})

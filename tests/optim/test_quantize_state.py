@@ -12,7 +12,7 @@ import quaxlike as ql
 from quaxlike.files import safetensors
 from quaxlike.optim import QuantizedState, quantize_state
 from quaxlike.sharding import fsdp, shard
-from tests.samples import array, normal
+from tests.samples import array, normal, wrong_types
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -259,6 +259,15 @@ def test_in_a_file(tmp_path):
 def test_what_cannot_be_rounded(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@wrong_types
+def test_options_that_do_not_exist():
+    message = r"takes one of 'linear', 'root' as moments\['nu'\]; found 'sqrt'"
+    with pytest.raises(ValueError, match=message):
+        quantize_state(optax.adam(1e-3), moments={"mu": None, "nu": "sqrt"})
+    with pytest.raises(TypeError, match="takes True or False as stochastic; found 'no'"):
+        quantize_state(optax.adam(1e-3), stochastic="no")
 
 
 def test_fields_of_ones_own():
