@@ -31,6 +31,13 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
         raise ValueError(f"{name} takes {expected}; found {found}.")
 
 
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a weight whose elements are shared by several outputs. Each output decays at its own rate,
+    so the traces need an element for each of them.
+    """
+    return x if np.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
     """Wraps a function so that it also accepts Values outside `quaxify`."""
     quaxified = anywhere(fn)
@@ -106,7 +113,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `w`: array or Value of shape `(in, out)`.
-    - `bias`: array of shape `(out,)`. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -119,7 +126,9 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
         bias=bias,
     )
     primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
-    return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)
+    if bias is None:
+        return primitive(x, w)
+    return primitive(x, w, _broadcast(bias, np.shape(w)[1:]), has_bias=True)
 
 
 @register([etp_mm_p, etp_mv_p])
@@ -280,7 +289,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
-    - `data`: the entries' values, with shape `(entries,)`.
+    - `data`: the entries' values, with shape `(entries,)` or `()`.
     - `pattern`: the entries' indices. If several entries have the same indices then they are summed.
 
     **Returns:** an array of shape `(..., out)`.
@@ -293,7 +302,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
         data=data,
     )
     primitive = etp_sp_mv_p if jnp.ndim(x) == 1 else etp_sp_mm_p
-    return primitive(x, data, pattern=pattern)
+    return primitive(x, _broadcast(data, pattern.rows.shape), pattern=pattern)
 
 
 # y = w, for weights that are used elementwise: gains, leaks and diagonal recurrence ---------------
@@ -489,7 +498,7 @@ def conv(
 
     - `x`: array of shape `(batch, *space, in)`.
     - `kernel`: array of shape `(*window, in, out)`.
-    - `bias`: array of shape `(out,)`. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
     - `strides`, `dilation`: one integer per spatial axis. Defaults to 1 for every axis.
     - `padding`: either `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 
@@ -524,4 +533,4 @@ def conv(
     }
     if bias is None:
         return etp_conv_p(x, kernel, **params)
-    return etp_conv_p(x, kernel, bias, has_bias=True, **params)
+    return etp_conv_p(x, kernel, _broadcast(bias, np.shape(kernel)[-1:]), has_bias=True, **params)

@@ -218,6 +218,29 @@ def test_values():
     )
 
 
+# How a weight `b` is used, the shapes of other weights and of x, and that of `b`.
+SHARED = {
+    "matmul, ()": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN)}, (BATCH, IN), ()),
+    "matmul, (1,)": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN)}, (IN,), (1,)),
+    "conv, ()": (lambda m, x: conv(x, m["k"], m["b"]), {"k": (3, 2, HIDDEN)}, (BATCH, 6, 2), ()),
+    "conv, (1,)": (lambda m, x: conv(x, m["k"], m["b"]), {"k": (3, 2, HIDDEN)}, (BATCH, 6, 2), (1,)),
+    "sparse, ()": (lambda m, x: sparse_matmul(x, m["b"], PATTERN), {}, (BATCH, IN), ()),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_weight_that_several_outputs_share(case):
+    use, shapes, x_shape, shape = SHARED[case]
+    shapes = shapes | {"b": shape, "leak": (HIDDEN,)}
+    model = {key: jnp.asarray(_normal(i, *shape)) for i, (key, shape) in enumerate(shapes.items())}
+    xs = jnp.asarray(_normal(10, 3, *x_shape))
+    y = jax.eval_shape(use, model, xs[0])
+    problem = model, jnp.zeros(y.shape), xs, jnp.asarray(_normal(12, 3, *y.shape))
+    expected = backpropagated(_cell(use), *problem)
+    errors = errors_by_leaf(online(DRTRL(_cell(use)), *problem), expected)
+    assert max(jax.tree.leaves(errors)) < 1e-13
+
+
 @pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.5)])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_indices_are_those_of_jax(learner, dtype):
