@@ -79,7 +79,8 @@ def quantize_state(
         per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"` or
         `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
     - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
-    - `min_size`: arrays with fewer elements than this aren't quantised. Defaults to 4096.
+    - `min_size`: arrays with fewer elements than this aren't quantised, and neither are scalars. Defaults to
+        4096.
     - `moments`: a mapping that adds or overrides fields. Keys are either fields (`"velocity"`) or classes
         with fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None
         to not quantise the field. Defaults to none.
@@ -133,7 +134,8 @@ def quantize_state(
         return _map_moments(leaf, state, known)
 
     def is_large(x: Any) -> bool:
-        return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size >= max(min_size, 1)
+        is_float = bool(jnp.issubdtype(x.dtype, jnp.floating))
+        return is_float and x.ndim > 0 and x.size >= max(min_size, 1)  # blocks lie along an axis
 
     def init(params: Any) -> Any:
         # Without this barrier, XLA would spend a lot of time on constant-folding large arrays.

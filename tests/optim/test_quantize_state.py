@@ -170,6 +170,14 @@ def test_small_arrays_stay_as_they_are():
         np.testing.assert_array_equal(x, y)
 
 
+def test_scalars_are_not_rounded():
+    params = {"w": jnp.ones(64), "scale": jnp.float32(1)}
+    optimiser = quantize_state(optax.adam(1e-3), min_size=1)
+    updates, state = optimiser.update(params, optimiser.init(params))
+    assert updates["scale"].shape == ()
+    assert set(rounded(state)) == {f"inner_state.0.{moment}.w" for moment in ("mu", "nu")}
+
+
 @pytest.mark.slow
 def test_adapters_and_their_state_as_a_table():
     """The names in the state are those of the model."""
