@@ -194,7 +194,7 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `b`: array of shape `(in, rank)`.
     - `a`: array of shape `(rank, out)`.
-    - `scale`: a static scaling factor. Defaults to 1.
+    - `scale`: a static scaling factor, i.e. a number that isn't an array. Defaults to 1.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -206,6 +206,11 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
         b=b,
         a=a,
     )
+    if isinstance(scale, jax.Array | np.ndarray):
+        raise TypeError(
+            f"lora_matmul takes a static number as `scale`; found an array of type "
+            f"{jax.typeof(scale).str_short()}. Multiply the result by it, `scale * lora_matmul(x, b, a)`."
+        )
     primitive = etp_lora_mv_p if jnp.ndim(x) == 1 else etp_lora_mm_p
     return primitive(x, b, a, scale=scale)
 

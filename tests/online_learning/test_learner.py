@@ -386,6 +386,33 @@ def test_decays_that_are_none(decay):
         PPProp(_leaky, decay=decay)
 
 
+def test_a_rank_of_numpy():
+    assert PPProp(_leaky, decay=np.int64(3)).decay == PPProp(_leaky, decay=3).decay == 0.5
+
+
+@wrong_types
+@pytest.mark.parametrize("targets", [np.ones((1, BATCH, HIDDEN)), {"y": 1.0}, "y"])
+def test_targets_that_are_no_tuple(targets):
+    w, h, x = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    learner = DRTRL(_leaky)
+    traces = learner.init(w, h, x)
+    message = f"takes a tuple of further arguments .*; found {type(targets).__name__}. Write `targets="
+    with pytest.raises(TypeError, match=message):
+        learner.value_and_grad(squared_error, w, h, traces, x, targets=targets)
+
+
+def test_traces_of_another_learner():
+    w, h, x = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    d_rtrl, pp_prop = DRTRL(_leaky), PPProp(_leaky, decay=0.9)
+    for learner, other in ((d_rtrl, pp_prop), (pp_prop, d_rtrl)):
+        name = type(learner).__name__
+        message = rf"takes traces from {name}\.init .*; found .*\. The traces of DRTRL and PPProp have"
+        with pytest.raises(TypeError, match=message):
+            learner.value_and_grad(jnp.sum, w, h, other.init(w, h, x), x)
+    with pytest.raises(TypeError, match=r"shapes \[{'weight': \(3, 4, 6, 1\)}\]; found \[.* \(2, 4, 6, 1\)"):
+        d_rtrl.value_and_grad(jnp.sum, w, h, d_rtrl.init(w, h[:2], x[:2]), x)
+
+
 @wrong_types
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
 @pytest.mark.parametrize("option", ["untraced", "mixing"])

@@ -27,6 +27,7 @@ from quaxlike.online_learning import (
     matmul,
     sparse_matmul,
 )
+from tests.samples import wrong_types
 
 from ..primitives.jaxprs import primitives
 from .oracles import backpropagated, errors_by_leaf, online
@@ -288,3 +289,14 @@ def test_patterns():
         SparsePattern([0, 1], [0, 5], (IN, HIDDEN))
     with pytest.raises(ValueError, match=r"vectors of equal length; found shapes \(2,\) and \(1,\)"):
         SparsePattern([0, 1], [0], (IN, HIDDEN))
+
+
+@wrong_types
+@pytest.mark.parametrize("scale", [np.array(2.0), lambda: jnp.float32(2)])
+def test_a_scale_that_is_an_array(scale):
+    scale = scale() if callable(scale) else scale
+    x, b, a = _normal(0, BATCH, IN), _normal(1, IN, 2), _normal(2, 2, HIDDEN)
+    message = r"a static number as `scale`; found an array of type f.*\[\]. Multiply the result by it"
+    with pytest.raises(TypeError, match=message):
+        lora_matmul(x, b, a, scale=scale)
+    assert lora_matmul(x, b, a, scale=np.float64(2)).shape == (BATCH, HIDDEN)
