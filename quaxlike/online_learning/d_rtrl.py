@@ -46,12 +46,15 @@ class DRTRL(Learner):
     **Arguments:**
 
     - `step`: a function `step(model, state, *inputs) -> (state, output)`, where the state is a pytree of
-        arrays.
+        arrays. If anything in the model or the inputs is neither trained nor an array (for example, a Python
+        number), then it is passed on as it is.
     - `trainable`: a filter spec for the trainable part of the model, as for `equinox.partition`.
     - `untraced`: what to do about parameters that affect the state without having a trace. (These only
         receive the gradient from within a step.) One of `"warn"`, `"allow"` or `"error"`.
     - `mixing`: what to do about steps that mix different positions of the state. One of `"error"`, `"warn"`
         or `"allow"`.
+
+    **Raises:** `ValueError` for any other `untraced` or `mixing`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).

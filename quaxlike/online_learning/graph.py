@@ -99,6 +99,16 @@ class Op:
         fixed = self.weights.values()
         return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
 
+    def bind_with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
+        """Binds the primitive with its weights held fixed in y. There are no traces for its other results, so
+        they are still differentiated.
+        """
+        fixed = bind(self.eqn, self.with_fixed_weights(operands))
+        if len(fixed) == 1:
+            return fixed
+        i = self.primitive.y_outvar_index
+        return with_items(bind(self.eqn, operands), [i], [fixed[i]])
+
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """Selects just the input and the weights from a list of operands."""
         i = self.primitive.x_invar_index

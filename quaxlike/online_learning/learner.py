@@ -8,12 +8,15 @@ from typing import Any, Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._checked import check_option
 from .graph import Group, Op, Relation, bind, with_items
 from .step import Step, TracedStep, reached
 
 Weights = dict[str, Any]
+_OnFinding = Literal["warn", "allow", "error"]
 
 
 class UntracedParameterWarning(UserWarning):
@@ -62,9 +65,11 @@ class Learner(abc.ABC):
         step: Callable[..., tuple[PyTree, PyTree]],
         *,
         trainable: PyTree = eqx.is_inexact_array,
-        untraced: Literal["warn", "allow", "error"] = "warn",
-        mixing: Literal["warn", "allow", "error"] = "error",
+        untraced: _OnFinding = "warn",
+        mixing: _OnFinding = "error",
     ) -> None:
+        for option, given in (("untraced", untraced), ("mixing", mixing)):
+            check_option(type(self).__name__, option, given, _OnFinding)
         self.step = step
         self.trainable = trainable
         self.untraced = untraced
@@ -102,12 +107,21 @@ class Learner(abc.ABC):
         - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
         - `traces`: the output from `init`, or the traces from the previous step.
-        - `targets`: any additional arguments for the loss.
+        - `targets`: a tuple of additional arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
+
+        **Raises:** `TypeError` if `targets` isn't a tuple or another sequence, or if the traces are those of
+        another learner or have other shapes.
         """
+        if isinstance(targets, str) or not isinstance(targets, Sequence):
+            raise TypeError(
+                f"{type(self).__name__}.value_and_grad takes a tuple of further arguments of the loss as "
+                f"`targets`; found {type(targets).__name__}. Write `targets=(y,)`."
+            )
         traced = self._traced(model, state, inputs)
         step, params = traced.step, traced.params
+        self._check_traces(step, traces)
 
         def of_output(params: Sequence[Any], shifts: dict[int, Any]) -> Any:
             next_state, output = step.with_shifts(params, traced.state, traced.inputs, shifts)
@@ -179,6 +193,16 @@ class Learner(abc.ABC):
                 raise ValueError(message)
             warnings.warn(message, MixingWarning, stacklevel=4)
         return traced
+
+    def _check_traces(self, step: Step, traces: PyTree) -> None:
+        own = jax.eval_shape(lambda: self._first_traces(step))
+        found, expected = (jax.tree.map(np.shape, tree) for tree in (traces, own))
+        if found != expected:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}.value_and_grad takes traces from {name}.init or from its own last step, which have "
+                f"shapes {expected}; found {found}. The traces of DRTRL and PPProp have different forms."
+            )
 
     def _check_parameters(self, traced: TracedStep) -> None:
         step = traced.step

@@ -31,6 +31,13 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
         raise ValueError(f"{name} takes {expected}; found {found}.")
 
 
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a weight whose elements are shared by several outputs. Each output decays at its own rate,
+    so the traces need an element for each of them.
+    """
+    return x if np.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
     """Wraps a function so that it also accepts Values outside `quaxify`."""
     quaxified = anywhere(fn)
@@ -106,7 +113,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `w`: array or Value of shape `(in, out)`.
-    - `bias`: array of shape `(out,)`. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -119,7 +126,9 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
         bias=bias,
     )
     primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
-    return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)
+    if bias is None:
+        return primitive(x, w)
+    return primitive(x, w, _broadcast(bias, np.shape(w)[1:]), has_bias=True)
 
 
 @register([etp_mm_p, etp_mv_p])
@@ -185,7 +194,7 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `b`: array of shape `(in, rank)`.
     - `a`: array of shape `(rank, out)`.
-    - `scale`: a static scaling factor. Defaults to 1.
+    - `scale`: a static scaling factor, i.e. a number that isn't an array. Defaults to 1.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -197,6 +206,11 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
         b=b,
         a=a,
     )
+    if isinstance(scale, jax.Array | np.ndarray):
+        raise TypeError(
+            f"lora_matmul takes a static number as `scale`; found an array of type "
+            f"{jax.typeof(scale).str_short()}. Multiply the result by it, `scale * lora_matmul(x, b, a)`."
+        )
     primitive = etp_lora_mv_p if jnp.ndim(x) == 1 else etp_lora_mm_p
     return primitive(x, b, a, scale=scale)
 
@@ -280,7 +294,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
-    - `data`: the entries' values, with shape `(entries,)`.
+    - `data`: the entries' values, with shape `(entries,)` or `()`.
     - `pattern`: the entries' indices. If several entries have the same indices then they are summed.
 
     **Returns:** an array of shape `(..., out)`.
@@ -293,7 +307,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
         data=data,
     )
     primitive = etp_sp_mv_p if jnp.ndim(x) == 1 else etp_sp_mm_p
-    return primitive(x, data, pattern=pattern)
+    return primitive(x, _broadcast(data, pattern.rows.shape), pattern=pattern)
 
 
 # y = w, for weights that are used elementwise: gains, leaks and diagonal recurrence ---------------
@@ -334,7 +348,9 @@ def elementwise(w: ArrayLike) -> jax.Array:
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
-    return jnp.take(table, indices, axis=0)
+    # This returns the same rows as `table[indices]`. However, that drops the gradient of an index that is out
+    # of bounds, whereas here it belongs to the row that was returned.
+    return table.at[indices].get(mode="clip")
 
 
 def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
@@ -344,8 +360,9 @@ def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) ->
 
 
 def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
+    # Unlike `jax.nn.one_hot`, this takes negative indices and those out of bounds as the lookup does.
     table = weights["weight"]
-    return jax.nn.one_hot(x, table.shape[0], dtype=table.dtype)
+    return _look_up(x, jnp.eye(table.shape[0], dtype=table.dtype))
 
 
 # Here indices are `(batch...)`, and table is `(vocabulary, features)`.
@@ -369,7 +386,8 @@ def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
 
     **Arguments:**
 
-    - `indices`: integers of any shape.
+    - `indices`: integers of any shape. Just as in JAX, negative indices count from the end, and indices that
+        are out of bounds are those of the first or the last row.
     - `table`: array of shape `(vocabulary, features)`.
 
     **Returns:** an array of shape `(..., features)`.
@@ -485,7 +503,7 @@ def conv(
 
     - `x`: array of shape `(batch, *space, in)`.
     - `kernel`: array of shape `(*window, in, out)`.
-    - `bias`: array of shape `(out,)`. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
     - `strides`, `dilation`: one integer per spatial axis. Defaults to 1 for every axis.
     - `padding`: either `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 
@@ -520,4 +538,4 @@ def conv(
     }
     if bias is None:
         return etp_conv_p(x, kernel, **params)
-    return etp_conv_p(x, kernel, bias, has_bias=True, **params)
+    return etp_conv_p(x, kernel, _broadcast(bias, np.shape(kernel)[-1:]), has_bias=True, **params)

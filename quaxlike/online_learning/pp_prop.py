@@ -46,7 +46,7 @@ class PPProp(Learner):
     - `decay`: the decay α. This is either a float in [0, 1), or an integer rank r ≥ 1, which corresponds to α
         = (r − 1) / (r + 1).
 
-    **Raises:** `ValueError` for any other decay.
+    **Raises:** `ValueError` for any other `decay`, `untraced` or `mixing`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -54,15 +54,19 @@ class PPProp(Learner):
 
     @checked
     def __init__(
-        self, step: Callable[..., tuple[PyTree, PyTree]], *, decay: float | int, **options: Any
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        *,
+        decay: float | int | np.integer,
+        **options: Any,
     ) -> None:
         super().__init__(step, **options)
-        is_rank = isinstance(decay, int) and not isinstance(decay, bool)
+        is_rank = isinstance(decay, int | np.integer) and not isinstance(decay, bool)
         if (is_rank and decay < 1) or (not is_rank and not 0 <= decay < 1):
             raise ValueError(
                 f"decay must be a float in [0, 1) or an integer rank of at least 1, got {decay!r}"
             )
-        self.decay = (decay - 1) / (decay + 1) if is_rank else float(decay)
+        self.decay = (int(decay) - 1) / (int(decay) + 1) if is_rank else float(decay)
 
     def _first_traces(self, step: Step) -> PyTree:
         x, f = {}, []

@@ -174,7 +174,9 @@ def register_primitive(
     - `trainable_invars_fn`: a function that returns a dict from the name of each trainable operand to its
         index, given the parameters. Defaults to `{"weight": 1}`.
     - `x_invar_index`: the index of the input, or None if there isn't an input.
-    - `y_outvar_index`: the index of y amongst the outputs of the equation.
+    - `y_outvar_index`: the index of y amongst the outputs of the equation. Traces are kept for y alone. If
+        weights affect the state through another output, then learners treat this like a parameter without a
+        trace.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
 

@@ -101,13 +101,15 @@ class Step:
         fixed = self._coupled(last)
         for i, eqn in enumerate(self.eqns):
             from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
-            op = self.ops_at.get(i)
-            if op is not None:
-                from_inner = from_inner if op.primitive.gradient_enabled else from_seen
-                if self.ops.index(op) in self.traced:
-                    from_inner = op.with_fixed_weights(from_inner)
             seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
-            inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
+            op = self.ops_at.get(i)
+            if op is not None and not op.primitive.gradient_enabled:
+                from_inner = from_seen
+            if op is not None and self.ops.index(op) in self.traced:
+                results = op.bind_with_fixed_weights(from_inner)
+            else:
+                results = bind(eqn, from_inner)
+            inner |= zip(eqn.outvars, results, strict=True)
             for j, var in enumerate(self.next_vars):
                 if any(var is v for v in eqn.outvars):
                     own = lax.stop_gradient(inner[var]) if j in fixed else inner[var]
@@ -145,17 +147,26 @@ class Step:
         this.
         """
 
-        def acts_with(live: Op | None) -> bool:
+        def acts_with(live: Op | None, *, through_y: bool = True) -> bool:
             def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
-                return bind(op.eqn, operands if op is live else op.with_fixed_weights(operands))
+                if op is not live:
+                    return bind(op.eqn, op.with_fixed_weights(operands))
+                return bind(op.eqn, operands) if through_y else op.bind_with_fixed_weights(operands)
 
             def next_state(*leaves: Any) -> list[Any]:
                 return self.evaluate(*self.parted(leaves), on_op)[0]
 
             return any(reached(next_state, self.avals, param))
 
+        is_direct = acts_with(None)
+        beside = None if is_direct else next((op for op in self.ops if acts_with(op, through_y=False)), None)
+        if beside is not None:
+            return (
+                f"through a result of its ETP primitive {beside.told} other than y, which has no trace",
+                "Let its weights act on the state through y alone, with one primitive for each such result",
+            )
         untraced = [op for k, op in enumerate(self.ops) if k not in self.traced]
-        own = None if acts_with(None) else next(filter(acts_with, untraced), None)
+        own = None if is_direct else next(filter(acts_with, untraced), None)
         if own is None:
             return (
                 "other than through an ETP primitive of its own",
@@ -351,8 +362,8 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 class TracedStep:
     """A step function `step(model, state, *inputs) -> (state, output)`, traced for some particular arguments.
 
-    Here `params` are the arrays in the model that are trained. `inputs` are all other arrays in the model,
-    followed by the actual inputs.
+    Here `params` are the leaves of the model that are trained. `inputs` are all other arrays in the model,
+    followed by those in the actual inputs.
     """
 
     def __init__(
@@ -364,7 +375,8 @@ class TracedStep:
         inputs: Sequence[PyTree],
     ) -> None:
         trained, held = eqx.partition(model, trainable)
-        others, static = eqx.partition((held, list(inputs)), eqx.is_array_like)
+        # Just as with `eqx.filter_jit`, numbers of Python are static, because the step might branch on them.
+        others, static = eqx.partition((held, list(inputs)), eqx.is_array)
         num_held = len(jtu.tree_leaves(others[0]))
         paths_and_params, self._trained_tree = jtu.tree_flatten_with_path(trained)
         self.param_names = [jtu.keystr(path) for path, _ in paths_and_params]

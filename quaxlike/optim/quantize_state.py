@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, PyTree, UInt32
 
-from .._checked import checked, did_you_mean
+from .._checked import check_option, checked, did_you_mean
 from ..arrays.quantized import CODECS, BlockArray, Codec
 from ..arrays.quantized.scales import check_block_size, encode
 from ..core.quaxify import quaxify
@@ -47,7 +47,7 @@ class QuantizedState(NamedTuple):
     key: UInt32[Array, " words"] | None
 
 
-@checked
+@checked(options=("stochastic",))
 def quantize_state(
     transformation: optax.GradientTransformation,
     scheme: str = "q8_0",
@@ -79,7 +79,8 @@ def quantize_state(
         per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"` or
         `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
     - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
-    - `min_size`: arrays with fewer elements than this aren't quantised. Defaults to 4096.
+    - `min_size`: arrays with fewer elements than this aren't quantised, and neither are scalars. Defaults to
+        4096.
     - `moments`: a mapping that adds or overrides fields. Keys are either fields (`"velocity"`) or classes
         with fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None
         to not quantise the field. Defaults to none.
@@ -93,8 +94,8 @@ def quantize_state(
 
     **Returns:** a gradient transformation with state [`quaxlike.optim.QuantizedState`][].
 
-    **Raises:** `ValueError` if the scheme isn't supported. `init` also raises this if the state contains
-    large arrays, but none of them are in a field that is known to contain moments.
+    **Raises:** `ValueError` if the scheme or a value of `moments` isn't supported. `init` also raises this if
+    the state contains large arrays, but none of them are in a field that is known to contain moments.
 
     !!! example
 
@@ -112,7 +113,11 @@ def quantize_state(
     """
     codec = _codec(scheme)
     check_block_size(block_size)
-    known: dict[str, Moment | None] = {**_MOMENTS, **({} if moments is None else moments)}
+    moments = {} if moments is None else moments
+    for field, kind in moments.items():
+        if kind is not None:
+            check_option("quantize_state", f"moments[{field!r}]", kind, Moment)
+    known: dict[str, Moment | None] = {**_MOMENTS, **moments}
     block = codec.block if block_size is None else block_size
     inner = optax.with_extra_args_support(transformation)
 
@@ -129,7 +134,8 @@ def quantize_state(
         return _map_moments(leaf, state, known)
 
     def is_large(x: Any) -> bool:
-        return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size >= max(min_size, 1)
+        is_float = bool(jnp.issubdtype(x.dtype, jnp.floating))
+        return is_float and x.ndim > 0 and x.size >= max(min_size, 1)  # blocks lie along an axis
 
     def init(params: Any) -> Any:
         # Without this barrier, XLA would spend a lot of time on constant-folding large arrays.

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# Maps each itemsize to the allowed difference. This is relative to the largest element.
-_TOLERANCE = {2: 4e-2, 4: 6e-4, 8: 2e-6}
+# Maps each itemsize to the allowed difference. This is relative to the largest element. Dtypes with less than
+# a byte have the tolerance of one byte.
+_TOLERANCE = {1: 0.5, 2: 4e-2, 4: 6e-4, 8: 2e-6}
 
 
 class Disagreement(NamedTuple):
@@ -97,7 +98,7 @@ def tolerance_of(dtype: Any) -> float | int:
     """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
-    return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
+    return _TOLERANCE[min(8, max(1, jnp.finfo(dtype).bits // 8))]
 
 
 def is_inexact(x: Any) -> bool:

@@ -68,7 +68,8 @@ def check_program(
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` (over a stack of two), `"jvp"` and
         `"grad"` (with respect to all inexact leaves) are applied to `quaxify(fn)`; `"jit inside"` is
         `quaxify(jax.jit(fn))`; and `"two levels"` is two nested `quaxify`s, each dispatching on every other
-        Value. Defaults to all modes. Any transform that raises an error even on arrays is skipped.
+        Value. A string is one transform. Defaults to all modes. Any transform that raises an error even
+        on arrays is skipped.
     - `rtol`: the allowed difference, relative to the largest element. By default, this depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
@@ -94,7 +95,7 @@ def check_program(
         ```
     """
     makers = _named(which)
-    modes = tuple(transforms)
+    modes = (transforms,) if isinstance(transforms, str) else tuple(transforms)
     if unknown := set(modes) - {*TRANSFORMS}:
         raise ValueError(f"transforms of check_program are among {TRANSFORMS}; found {sorted(unknown)}.")
     tester = _Tester(fn, arrays, modes, rtol, atol)

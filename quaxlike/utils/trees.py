@@ -299,7 +299,8 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
     - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to this shape until
         it has the same rank as the leaf.
     - `tree1`: the values to use if `accept` is true. Its leaves must have shape `(*batch, ...)`.
-    - `tree2`: the values to use if `accept` is false. It must have the same structure as `tree1`.
+    - `tree2`: the values to use if `accept` is false. It must have the same structure as `tree1`, with leaves
+        that broadcast with those of `tree1`.
 
     **Returns:**
 
@@ -328,6 +329,8 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
         x, y = jnp.broadcast_arrays(x, y)
         if x.ndim < accept.ndim:
             raise ValueError(f"`accept` of shape {accept.shape} has more axes than the leaf")
+        if any(n not in (1, size) for n, size in zip(accept.shape, x.shape, strict=False)):
+            raise ValueError(f"`accept` of shape {accept.shape} does not fit the leading axes of the leaf")
         padded = accept.reshape(accept.shape + (1,) * (x.ndim - accept.ndim))
         return jnp.where(padded, x, y)
 

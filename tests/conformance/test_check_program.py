@@ -291,6 +291,17 @@ def test_what_arrays_cannot_do_either_is_left_out():
     assert report.checks[0].results == {"eager": "ok"} | dict.fromkeys(TRANSFORMS[1:], "-")
 
 
+def test_a_string_is_one_transform():
+    report = check_program(jnp.sin, X, which="refuses", transforms="jit")
+    assert report.checks[0].results == {"jit": "ok"}
+
+
+def test_numbers_of_one_byte():
+    for fn in (lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.float8_e5m2) * 2):
+        assert not check_program(fn, Y, which=["refuses"], transforms=["eager", "grad"]).failures
+    assert not check_program(lambda x: x, Y.astype(jnp.float8_e5m2), transforms=["eager"]).failures
+
+
 def test_integers_are_not_differentiated():
     report = check_program(lambda x: x + 1, jnp.arange(3), which=["refuses"])
     assert report.checks[0].results == dict.fromkeys(TRANSFORMS[:5], "ok") | {"jvp": "-", "grad": "-"}

@@ -198,6 +198,19 @@ def test_what_differs_is_told(found, kind):
     assert getattr(disagreement(found, _X), "kind", None) == kind
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
+def test_numbers_of_a_byte_or_less(dtype):
+    x = np.array([1.0, 2.0, -4.0], dtype)
+    assert disagreement(x, x) is None
+    assert disagreement(-x, x).kind == "numbers"
+
+
+def test_a_type_of_one_byte(default_promotion):
+    x = array([1.0, 2.0, -4.0], jnp.float8_e4m3fn)
+    report = check_type(Pair(x, x), programs=[jnp.negative, lambda x: x.astype(jnp.float32)])
+    assert not report.failures, report
+
+
 def test_weak_types_and_nans_count_if_asked():
     weak = jnp.asarray(1.0)
     assert not disagreement(weak, jnp.float32(1))

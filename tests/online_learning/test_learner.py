@@ -19,7 +19,7 @@ from quaxlike.online_learning import (
     etp_conv_p,
     matmul,
 )
-from tests.samples import normal
+from tests.samples import normal, wrong_types
 
 from .oracles import backpropagated, online, relative_error, squared_error
 
@@ -73,6 +73,48 @@ def test_modules_and_states_that_are_not_floats():
     np.testing.assert_allclose(learned.grads.weight, expected.weight, rtol=1e-5)
     np.testing.assert_allclose(learned.grads.leak, expected.leak, atol=1e-6)
     np.testing.assert_allclose(learned.loss, squared_error(learned.output[0], target[0]))
+
+
+class Flagged(eqx.Module):
+    """What Python reads while the step is traced."""
+
+    weight: jax.Array
+    dropout: eqx.nn.Dropout
+    num_layers: int = 2
+
+    def __call__(self, h, x, sign):
+        for _ in range(self.num_layers):
+            x = self.dropout(x)
+        h = 0.5 * h + matmul(x, self.weight)
+        return h, jnp.sin(h) if sign > 0 else -jnp.sin(h)
+
+
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
+def test_numbers_of_python_are_static(learner):
+    model = Flagged(normal(IN, HIDDEN, seed=2), eqx.nn.Dropout(0.5, inference=True))
+    h, x, learner = jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN), learner(Flagged.__call__)
+    learn = eqx.filter_jit(learner.value_and_grad)
+    traces = learner.init(model, h, x, 1)
+    for sign in (1, -1):
+        found = learn(jnp.sum, model, h, traces, x, sign)
+        expected = eqx.filter_grad(lambda m, sign=sign: jnp.sum(m(h, x, sign)[1]))(model)
+        np.testing.assert_allclose(found.grads.weight, expected.weight, rtol=1e-5)
+        assert found.grads.num_layers is None
+
+
+def test_arrays_and_trained_numbers_are_traced():
+    """Those of NumPy, too."""
+
+    def step(model, h, x, *numbers):
+        assert all(isinstance(number, jax.core.Tracer) for number in numbers)
+        h = 0.5 * h + model["scale"] * matmul(x, model["w"])
+        return h, h
+
+    model, numbers = {"w": normal(IN, HIDDEN), "scale": 2.0}, (np.float32(1), np.bool_(True), np.ones(2))
+    h, x = jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    learner = DRTRL(step, trainable=eqx.is_inexact_array_like, untraced="allow")
+    found = learner.value_and_grad(jnp.sum, model, h, learner.init(model, h, x, *numbers), x, *numbers)
+    np.testing.assert_allclose(found.grads["scale"], jnp.sum(x @ model["w"]), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -342,3 +384,40 @@ def test_states_that_do_not_fit():
 def test_decays_that_are_none(decay):
     with pytest.raises(ValueError, match=r"decay must be a float in \[0, 1\) or an integer rank"):
         PPProp(_leaky, decay=decay)
+
+
+def test_a_rank_of_numpy():
+    assert PPProp(_leaky, decay=np.int64(3)).decay == PPProp(_leaky, decay=3).decay == 0.5
+
+
+@wrong_types
+@pytest.mark.parametrize("targets", [np.ones((1, BATCH, HIDDEN)), {"y": 1.0}, "y"])
+def test_targets_that_are_no_tuple(targets):
+    w, h, x = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    learner = DRTRL(_leaky)
+    traces = learner.init(w, h, x)
+    message = f"takes a tuple of further arguments .*; found {type(targets).__name__}. Write `targets="
+    with pytest.raises(TypeError, match=message):
+        learner.value_and_grad(squared_error, w, h, traces, x, targets=targets)
+
+
+def test_traces_of_another_learner():
+    w, h, x = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    d_rtrl, pp_prop = DRTRL(_leaky), PPProp(_leaky, decay=0.9)
+    for learner, other in ((d_rtrl, pp_prop), (pp_prop, d_rtrl)):
+        name = type(learner).__name__
+        message = rf"takes traces from {name}\.init .*; found .*\. The traces of DRTRL and PPProp have"
+        with pytest.raises(TypeError, match=message):
+            learner.value_and_grad(jnp.sum, w, h, other.init(w, h, x), x)
+    with pytest.raises(TypeError, match=r"shapes \[{'weight': \(3, 4, 6, 1\)}\]; found \[.* \(2, 4, 6, 1\)"):
+        d_rtrl.value_and_grad(jnp.sum, w, h, d_rtrl.init(w, h[:2], x[:2]), x)
+
+
+@wrong_types
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
+@pytest.mark.parametrize("option", ["untraced", "mixing"])
+def test_options_that_do_not_exist(learner, option):
+    name = "DRTRL" if learner is DRTRL else "PPProp"
+    message = f"{name} takes one of 'warn', 'allow', 'error' as {option}; found 'raise'"
+    with pytest.raises(ValueError, match=message):
+        learner(_leaky, **{option: "raise"})

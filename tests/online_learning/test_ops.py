@@ -27,6 +27,7 @@ from quaxlike.online_learning import (
     matmul,
     sparse_matmul,
 )
+from tests.samples import wrong_types
 
 from ..primitives.jaxprs import primitives
 from .oracles import backpropagated, errors_by_leaf, online
@@ -218,6 +219,45 @@ def test_values():
     )
 
 
+# How a weight `b` is used, the shapes of other weights and of x, and that of `b`.
+SHARED = {
+    "matmul, ()": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN)}, (BATCH, IN), ()),
+    "matmul, (1,)": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN)}, (IN,), (1,)),
+    "conv, ()": (lambda m, x: conv(x, m["k"], m["b"]), {"k": (3, 2, HIDDEN)}, (BATCH, 6, 2), ()),
+    "conv, (1,)": (lambda m, x: conv(x, m["k"], m["b"]), {"k": (3, 2, HIDDEN)}, (BATCH, 6, 2), (1,)),
+    "sparse, ()": (lambda m, x: sparse_matmul(x, m["b"], PATTERN), {}, (BATCH, IN), ()),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_weight_that_several_outputs_share(case):
+    use, shapes, x_shape, shape = SHARED[case]
+    shapes = shapes | {"b": shape, "leak": (HIDDEN,)}
+    model = {key: jnp.asarray(_normal(i, *shape)) for i, (key, shape) in enumerate(shapes.items())}
+    xs = jnp.asarray(_normal(10, 3, *x_shape))
+    y = jax.eval_shape(use, model, xs[0])
+    problem = model, jnp.zeros(y.shape), xs, jnp.asarray(_normal(12, 3, *y.shape))
+    expected = backpropagated(_cell(use), *problem)
+    errors = errors_by_leaf(online(DRTRL(_cell(use)), *problem), expected)
+    assert max(jax.tree.leaves(errors)) < 1e-13
+
+
+@pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.5)])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_indices_are_those_of_jax(learner, dtype):
+    """Negative ones count from the end, and those out of bounds are those of the first or the last row."""
+    numbers = [[-1, 9], [-9, 2], [0, -5]] if dtype == "int8" else [[4, 9], [255, 2], [0, 1]]
+    rows = [[4, 4], [0, 2], [0, 0]] if dtype == "int8" else [[4, 4], [4, 2], [0, 1]]
+    table, indices = jnp.asarray(_normal(0, 5, HIDDEN)), jnp.asarray(numbers, dtype)
+    h, target = jnp.zeros((3, 2, HIDDEN)), _normal(1, 1, 3, 2, HIDDEN)
+    np.testing.assert_array_equal(embedding(indices, table), table[indices])
+    step = lambda t, h, i: ((n := 0.5 * h + embedding(i, t)), jnp.sin(n))
+    plain = lambda t, h, i: ((n := 0.5 * h + t[jnp.asarray(rows)]), jnp.sin(n))
+    found = online(learner(step), table, h, indices[None], target)
+    expected = backpropagated(plain, table, h, indices[None], target)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 VALUES = {
     "matmul": lambda x, w: matmul(x, w),
     "bias": lambda x, w: matmul(x, w, bias=jnp.ones(64)),
@@ -249,3 +289,14 @@ def test_patterns():
         SparsePattern([0, 1], [0, 5], (IN, HIDDEN))
     with pytest.raises(ValueError, match=r"vectors of equal length; found shapes \(2,\) and \(1,\)"):
         SparsePattern([0, 1], [0], (IN, HIDDEN))
+
+
+@wrong_types
+@pytest.mark.parametrize("scale", [np.array(2.0), lambda: jnp.float32(2)])
+def test_a_scale_that_is_an_array(scale):
+    scale = scale() if callable(scale) else scale
+    x, b, a = _normal(0, BATCH, IN), _normal(1, IN, 2), _normal(2, 2, HIDDEN)
+    message = r"a static number as `scale`; found an array of type f.*\[\]. Multiply the result by it"
+    with pytest.raises(TypeError, match=message):
+        lora_matmul(x, b, a, scale=scale)
+    assert lora_matmul(x, b, a, scale=np.float64(2)).shape == (BATCH, HIDDEN)

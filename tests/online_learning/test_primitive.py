@@ -12,6 +12,7 @@ from quaxlike.online_learning import (
     DRTRL,
     ETPPrimitive,
     PPProp,
+    UntracedParameterWarning,
     elementwise,
     etp_conv_p,
     etp_elemwise_p,
@@ -167,6 +168,71 @@ def test_rules_of_ones_own_are_used():
         found = learner.value_and_grad(jnp.sum, model, h, learner.init(model, h, x), x)
         expected = jax.grad(lambda m: step(m, h, x)[1].sum())(model)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found.grads, expected)
+
+
+def _two_results(y_first):
+    y_and_square = lambda x, w: (x @ w, (x @ w) ** 2)
+    p = register_primitive(
+        "test_etp_two",
+        y_and_square if y_first else lambda x, w: y_and_square(x, w)[::-1],
+        batched=True,
+        multiple_results=True,
+        y_outvar_index=0 if y_first else 1,
+        replace=True,
+    )
+    p.register_etp_rules(
+        **RIGHT
+        | {
+            "yw_to_w": lambda g, trace: {"weight": trace["weight"] * g[..., None, :]},
+            "xy_to_dw": lambda x, g, weights: {"weight": x.T @ g},
+        }
+    )
+    return p if y_first else lambda x, w: p(x, w)[::-1]
+
+
+def _square_acts_on_the_state(p):
+    def step(w, h, x):
+        y, square = p(x, w)
+        h = jnp.sin(0.5 * h + y + square)
+        return h, h
+
+    return step
+
+
+@pytest.mark.parametrize("y_first", [True, False])
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
+def test_a_result_without_a_trace_that_acts_on_the_state_is_told(learner, y_first):
+    step, h, x = _square_acts_on_the_state(_two_results(y_first)), jnp.ones((4, 2)), X / 12
+    message = "through a result of its ETP primitive 'test_etp_two' .* other than y, .* through y alone"
+    with pytest.warns(UntracedParameterWarning, match=message):
+        traces = learner(step).init(W, h, x)
+    with pytest.raises(ValueError, match=message):
+        learner(step, untraced="error").init(W, h, x)
+    found = learner(step, untraced="allow").value_and_grad(jnp.sum, W, h, traces, x)
+    expected = jax.grad(lambda w: step(w, h, x)[1].sum())(W)
+    np.testing.assert_allclose(found.grads, expected, rtol=1e-5)
+
+
+def test_a_result_alone_that_has_no_trace_is_told():
+    p = _two_results(y_first=True)
+    step = lambda w, h, x: ((n := 0.5 * h + p(x, w)[1]), n)
+    with pytest.raises(ValueError, match=r"a result of its ETP primitive '.*' .* other than y"):
+        DRTRL(step, untraced="error").init(W, jnp.ones((4, 2)), X)
+
+
+def test_a_result_beside_the_state_needs_no_trace():
+    p = _two_results(y_first=True)
+
+    def step(w, h, x):
+        y, square = p(x, w)
+        h = jnp.sin(0.5 * h + jnp.where(square > 1, y, 0.0))
+        return h, h * square
+
+    h, x = jnp.ones((4, 2)), X / 12
+    learner = DRTRL(step, untraced="error")
+    found = learner.value_and_grad(jnp.sum, W, h, learner.init(W, h, x), x)
+    expected = jax.grad(lambda w: step(w, h, x)[1].sum())(W)
+    np.testing.assert_allclose(found.grads, expected, rtol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------

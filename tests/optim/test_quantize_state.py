@@ -12,7 +12,7 @@ import quaxlike as ql
 from quaxlike.files import safetensors
 from quaxlike.optim import QuantizedState, quantize_state
 from quaxlike.sharding import fsdp, shard
-from tests.samples import array, normal
+from tests.samples import array, normal, wrong_types
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -170,6 +170,14 @@ def test_small_arrays_stay_as_they_are():
         np.testing.assert_array_equal(x, y)
 
 
+def test_scalars_are_not_rounded():
+    params = {"w": jnp.ones(64), "scale": jnp.float32(1)}
+    optimiser = quantize_state(optax.adam(1e-3), min_size=1)
+    updates, state = optimiser.update(params, optimiser.init(params))
+    assert updates["scale"].shape == ()
+    assert set(rounded(state)) == {f"inner_state.0.{moment}.w" for moment in ("mu", "nu")}
+
+
 @pytest.mark.slow
 def test_adapters_and_their_state_as_a_table():
     """The names in the state are those of the model."""
@@ -259,6 +267,15 @@ def test_in_a_file(tmp_path):
 def test_what_cannot_be_rounded(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@wrong_types
+def test_options_that_do_not_exist():
+    message = r"takes one of 'linear', 'root' as moments\['nu'\]; found 'sqrt'"
+    with pytest.raises(ValueError, match=message):
+        quantize_state(optax.adam(1e-3), moments={"mu": None, "nu": "sqrt"})
+    with pytest.raises(TypeError, match="takes True or False as stochastic; found 'no'"):
+        quantize_state(optax.adam(1e-3), stochastic="no")
 
 
 def test_fields_of_ones_own():

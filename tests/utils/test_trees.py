@@ -362,6 +362,15 @@ def test_where_with_another_batch():
         tree_where_broadcast_last(jnp.array([True, False]), [jnp.ones((3, 2))], [jnp.ones((3, 2))])
 
 
+def test_where_with_fewer_rows_than_the_condition():
+    """Leaves are not broadcast, so that results have their shapes."""
+    message = r"the leaves at \[0\] do not fit \(.*\): `accept` of shape \(4,\) does not fit the leading axes"
+    with pytest.raises(ValueError, match=message):
+        tree_where_broadcast_last(jnp.ones(4, bool), [jnp.ones((1, 3))], [jnp.zeros((1, 3))])
+    out = tree_where_broadcast_last(jnp.ones(1, bool), jnp.ones((4, 3)), jnp.zeros((4, 3)))
+    np.testing.assert_array_equal(out, jnp.ones((4, 3)))
+
+
 @pytest.mark.slow
 def test_where_under_grad_and_vmap():
     accept = jnp.array([True, False])
