@@ -39,12 +39,14 @@ SCHEMES: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
     **{name: kind.quantize for name, kind in _TYPES.items()},
 }
+#: The options of a rule that say how products round. They are set once an array is quantised.
+ROUNDING = "activations", "rounds_gradients"
 # The scheme itself says the codec.
 _OPTIONS = [
     name
     for name, parameter in inspect.signature(AbstractQuantizedArray.quantize).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "codec"
-]
+] + [*ROUNDING]
 
 
 def require_scheme(name: str, *, recipes: bool = True) -> str:
