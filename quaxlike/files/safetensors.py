@@ -22,15 +22,16 @@ import numpy as np
 
 import quaxlike.adapters
 import quaxlike.arrays
-from quaxlike.arrays.adapted import AdaptedArray, number
+from quaxlike.arrays.adapted import AdaptedArray, innermost, number
 from quaxlike.arrays.gradients import GradientsArray
-from quaxlike.arrays.quantized import Codec, NestedScales
+from quaxlike.arrays.quantized import AbstractQuantizedArray, Codec, NestedScales
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import checked, did_you_mean
 from .._version import __version__
 from ..core.values import is_value
 from ..surgery.recipes import RECIPE_ENTRY, recipe_of
+from ..surgery.records import layouts
 from ..surgery.trees import named_arrays, path_of, replace, suggestion
 from .errors import CheckpointError, file_error
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
@@ -77,14 +78,14 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
     named = [(path_of(key_path, model), leaf) for key_path, leaf in leaves]
     arrays = [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)]
-    write_tensors(Path(path), *stored(Path(path), arrays, types))
+    write_tensors(Path(path), *stored(Path(path), arrays, types, model))
 
 
 def stored(
-    path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
+    path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = (), model: Any = None
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Returns the tensors for some named arrays, together with a header that describes their types and
-    quantisation.
+    quantisation. The layers of `model` say which axes of these are inputs; without it, their names do.
 
     **Raises:** `CheckpointError` if a value can't be saved.
     """
@@ -110,7 +111,9 @@ def stored(
             dtypes |= {part: array.dtype.name for part, array in parts}
     about = {"version": _VERSION, "quaxlike": __version__}
     header = {_MANIFEST: json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)}
-    if recipe := recipe_of(dict(arrays)):
+    quantised = {name: x for name, x in arrays if isinstance(innermost(x), AbstractQuantizedArray)}
+    known_layouts = layouts(quantised if model is None else model) if quantised else {}
+    if recipe := recipe_of(dict(arrays), known_layouts):
         header[RECIPE_ENTRY] = json.dumps(recipe)
     return tensors, header
 
