@@ -135,7 +135,9 @@ def load(
     - `types`: as for `save`.
     - `strict`: whether to raise an error if the file has arrays that aren't in the model. Defaults to True.
 
-    **Returns:** `like` with its arrays replaced by the ones in the file.
+    **Returns:** `like` with its arrays replaced by the ones in the file. These are NumPy arrays where `like`
+    has one. In place of a `jax.ShapeDtypeStruct`, which cannot tell, so are arrays of 64 bits while JAX
+    computes in 32.
 
     **Raises:** `FileNotFoundError` if `path` doesn't exist. `CheckpointError` if the checkpoint is damaged,
     was saved by an unknown version, or doesn't match the model. The error message includes the file and the
@@ -159,7 +161,10 @@ def load(
         with _rebuilding(name, tensors):
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
-        if shape != tuple(leaf.shape) or dtype != leaf.dtype:
+        # `eqx.filter_eval_shape` gives NumPy arrays the dtypes that they would have in JAX.
+        is_described = isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(found, np.ndarray)
+        dtypes = {dtype, jax.dtypes.canonicalize_dtype(dtype)} if is_described else {dtype}
+        if shape != tuple(leaf.shape) or leaf.dtype not in dtypes:
             raise tensors.error(
                 name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
             )

@@ -85,6 +85,17 @@ def test_a_quantised_file_loads_into_the_shapes_of_the_plain_model(tmp_path):
     np.testing.assert_array_equal(ql.quaxify(loaded)(x), ql.quaxify(model)(x))
 
 
+def test_numpy_arrays_of_64_bits_round_trip(tmp_path):
+    """`eqx.filter_eval_shape` says of them what they would be in JAX."""
+    make = lambda: {"betas": np.linspace(0, 1, 5), "steps": np.arange(3)}
+    st.save(tmp_path / "model.safetensors", make())
+    for like in (make(), eqx.filter_eval_shape(make)):
+        loaded = st.load(tmp_path, like)
+        assert tree_equal(loaded, make(), typematch=True)
+    with pytest.raises(CheckpointError, match=r"the model has float32 of shape \(5,\), the file float64"):
+        st.load(tmp_path, {"betas": np.zeros(5, np.float32), "steps": np.arange(3)})
+
+
 @pytest.mark.slow
 def test_plain_arrays_are_found_by_other_readers_and_theirs_by_us(tmp_path):
     path = tmp_path / "model.safetensors"
