@@ -379,7 +379,7 @@ def _is_array(leaf: Any) -> bool:
 # Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
 # alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
 # `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
-# `dtype`, `unit`, `float` and `value` are static.
+# `dtype`, `unit`, `float`, `complex` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -434,6 +434,8 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
         return {"unit": {symbol: str(power) for symbol, power in x.exponents.items()}}
     if isinstance(x, float):
         return {"value": x} if math.isfinite(x) else {"float": repr(x)}
+    if isinstance(x, complex):
+        return {"complex": [repr(x.real), repr(x.imag)]}
     if x is None or isinstance(x, bool | int | str):
         return {"value": x}
     raise TypeError(f"{type(x).__name__} cannot be written to a file")
@@ -463,6 +465,8 @@ def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
             return _unit(exponents)
         case {"float": "nan" | "inf" | "-inf" as text} if len(node) == 1:
             return float(text)
+        case {"complex": [str(real), str(imaginary)]} if len(node) == 1:
+            return complex(float(real), float(imaginary))
         case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
             return value
     raise ValueError(f"the entries {sorted(node)} do not form a known node")
