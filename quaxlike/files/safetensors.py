@@ -146,7 +146,7 @@ def load(
     tensors = open_tensors(path)
     nodes = _read_manifest(tensors)
     known = _known(types)
-    used: set[str] = set()
+    used, places = set[str](), set[str]()
 
     def get(name: Any) -> Any:
         used.add(name)
@@ -156,6 +156,9 @@ def load(
         if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
             return leaf
         name = path_of(key_path, like)
+        if name in places:
+            raise tensors.error(name, "two arrays of the model have this name")
+        places.add(name)
         if name not in nodes and name not in tensors:
             raise tensors.error(name, f"is missing.{did_you_mean(name, [*nodes, *tensors])}")
         with _rebuilding(name, tensors):
