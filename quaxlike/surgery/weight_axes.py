@@ -21,6 +21,7 @@ MATRIX = Layout((-2,), (-1,), "matrix")
 UNKNOWN = Layout((), (), "unknown")
 OTHER = Layout((), (), "other")
 
+
 def stored_order(layout: Layout, n: int) -> list[int]:
     """Returns the permutation that moves the input axes last, so that blocks of codes run along them.
 

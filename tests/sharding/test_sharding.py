@@ -154,7 +154,7 @@ def test_blocks_are_not_cut(width, double_quant):
 
 @pytest.mark.parametrize("spread", ["weights", "outputs", "layers"])
 def test_lora_over_flat_codes(spread):
-    # Blocks of 64 cross rows of 16, so no device has whole rows, whatever the adapter's factors are spread by.
+    # Blocks of 64 cross rows of 16, so no device has whole rows, however the adapter is spread.
     layer = _adapted(ql.quantize(eqx.nn.Linear(16, 16, key=KEY), "nf4"))
     stack = ql.stack_layers([layer, layer])
     fn = ql.quaxify(lambda stack, x: jax.lax.scan(lambda x, m: (jax.vmap(m)(x), None), x, stack)[0])

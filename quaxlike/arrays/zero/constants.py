@@ -155,7 +155,7 @@ class Full(ArrayOperators, ArrayValue):
         return wl.TextDoc(f"Full({value}, {self.aval().str_short()})")
 
 
-_NANS: dict[str, float | complex] = {}
+_NANS: dict[str, Any] = {}
 
 
 def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
