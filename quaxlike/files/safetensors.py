@@ -22,15 +22,16 @@ import numpy as np
 
 import quaxlike.adapters
 import quaxlike.arrays
-from quaxlike.arrays.adapted import AdaptedArray, number
+from quaxlike.arrays.adapted import AdaptedArray, innermost, number
 from quaxlike.arrays.gradients import GradientsArray
-from quaxlike.arrays.quantized import Codec, NestedScales
+from quaxlike.arrays.quantized import AbstractQuantizedArray, Codec, NestedScales
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import checked, did_you_mean
 from .._version import __version__
 from ..core.values import is_value
 from ..surgery.recipes import RECIPE_ENTRY, recipe_of
+from ..surgery.records import layouts
 from ..surgery.trees import named_arrays, path_of, replace, suggestion
 from .errors import CheckpointError, file_error
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
@@ -77,14 +78,14 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
     named = [(path_of(key_path, model), leaf) for key_path, leaf in leaves]
     arrays = [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)]
-    write_tensors(Path(path), *stored(Path(path), arrays, types))
+    write_tensors(Path(path), *stored(Path(path), arrays, types, model))
 
 
 def stored(
-    path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
+    path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = (), model: Any = None
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Returns the tensors for some named arrays, together with a header that describes their types and
-    quantisation.
+    quantisation. The layers of `model` say which axes of these are inputs; without it, their names do.
 
     **Raises:** `CheckpointError` if a value can't be saved.
     """
@@ -110,7 +111,9 @@ def stored(
             dtypes |= {part: array.dtype.name for part, array in parts}
     about = {"version": _VERSION, "quaxlike": __version__}
     header = {_MANIFEST: json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)}
-    if recipe := recipe_of(dict(arrays)):
+    quantised = {name: x for name, x in arrays if isinstance(innermost(x), AbstractQuantizedArray)}
+    known_layouts = layouts(quantised if model is None else model) if quantised else {}
+    if recipe := recipe_of(dict(arrays), known_layouts):
         header[RECIPE_ENTRY] = json.dumps(recipe)
     return tensors, header
 
@@ -132,7 +135,9 @@ def load(
     - `types`: as for `save`.
     - `strict`: whether to raise an error if the file has arrays that aren't in the model. Defaults to True.
 
-    **Returns:** `like` with its arrays replaced by the ones in the file.
+    **Returns:** `like` with its arrays replaced by the ones in the file. These are NumPy arrays where `like`
+    has one. In place of a `jax.ShapeDtypeStruct`, which cannot tell, so are arrays of 64 bits while JAX
+    computes in 32.
 
     **Raises:** `FileNotFoundError` if `path` doesn't exist. `CheckpointError` if the checkpoint is damaged,
     was saved by an unknown version, or doesn't match the model. The error message includes the file and the
@@ -141,7 +146,7 @@ def load(
     tensors = open_tensors(path)
     nodes = _read_manifest(tensors)
     known = _known(types)
-    used: set[str] = set()
+    used, places = set[str](), set[str]()
 
     def get(name: Any) -> Any:
         used.add(name)
@@ -151,12 +156,18 @@ def load(
         if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
             return leaf
         name = path_of(key_path, like)
+        if name in places:
+            raise tensors.error(name, "two arrays of the model have this name")
+        places.add(name)
         if name not in nodes and name not in tensors:
             raise tensors.error(name, f"is missing.{did_you_mean(name, [*nodes, *tensors])}")
         with _rebuilding(name, tensors):
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
-        if shape != tuple(leaf.shape) or dtype != leaf.dtype:
+        # `eqx.filter_eval_shape` gives NumPy arrays the dtypes that they would have in JAX.
+        is_described = isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(found, np.ndarray)
+        dtypes = {dtype, jax.dtypes.canonicalize_dtype(dtype)} if is_described else {dtype}
+        if shape != tuple(leaf.shape) or leaf.dtype not in dtypes:
             raise tensors.error(
                 name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
             )
@@ -371,7 +382,7 @@ def _is_array(leaf: Any) -> bool:
 # Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
 # alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
 # `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
-# `dtype`, `unit`, `float` and `value` are static.
+# `dtype`, `unit`, `float`, `complex` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +437,8 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
         return {"unit": {symbol: str(power) for symbol, power in x.exponents.items()}}
     if isinstance(x, float):
         return {"value": x} if math.isfinite(x) else {"float": repr(x)}
+    if isinstance(x, complex):
+        return {"complex": [repr(x.real), repr(x.imag)]}
     if x is None or isinstance(x, bool | int | str):
         return {"value": x}
     raise TypeError(f"{type(x).__name__} cannot be written to a file")
@@ -455,6 +468,8 @@ def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
             return _unit(exponents)
         case {"float": "nan" | "inf" | "-inf" as text} if len(node) == 1:
             return float(text)
+        case {"complex": [str(real), str(imaginary)]} if len(node) == 1:
+            return complex(float(real), float(imaginary))
         case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
             return value
     raise ValueError(f"the entries {sorted(node)} do not form a known node")

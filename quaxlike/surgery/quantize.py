@@ -1,6 +1,7 @@
 """`quantize`: replaces a model's weights by quantised arrays."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .calibrate import fit
 from .recipes import (
     RECIPE_FILES,
     RECIPES,
+    ROUNDING,
     SCHEMES,
     Recipe,
     SchemeOfWeight,
@@ -34,7 +36,7 @@ from .recipes import (
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
-from .weight_axes import MATRIX
+from .weight_axes import MATRIX, stored_order
 
 
 @checked
@@ -87,7 +89,7 @@ def quantize(
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
         also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
         typically faster, because GPUs have specialised units for it. Gradients and adapters still use the
-        unrounded inputs. Default: inputs are not rounded.
+        unrounded inputs, as do convolutions, with a warning. Default: inputs are not rounded.
     - `maxima`: the largest magnitude of each layer's inputs, from [`quaxlike.input_maxima`][], for use with
         `activations`. All tokens then share a single static scale, and any inputs that exceed the maximum are
         clipped. Default: one dynamic scale per token.
@@ -98,8 +100,8 @@ def quantize(
         it is tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the type's `quantize` method: `block_size`, `double_quant`, `axis`,
         `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes. Recipes contain
-        their own options, so only `compute` can be passed beside one; it applies to each rule which doesn't
-        have its own.
+        their own options, so only `compute`, `activations` and `rounds_gradients` can be passed beside one;
+        these apply to each rule which doesn't have its own.
 
     **Returns:**
 
@@ -125,16 +127,23 @@ def quantize(
 
     Schemes and their names are the same as in bitsandbytes.
     """
-    options = {"where": where, "exclude": exclude, "layout": layout, "head": head, **scheme_options}
-    chosen = quantizers(model, scheme, **options)
+    options: Any = {
+        "where": where, "exclude": exclude, "layout": layout, "head": head,
+        "activations": activations, "rounds_gradients": rounds_gradients,
+    }  # fmt: skip
+    chosen = choices_of(model, scheme, **options, **scheme_options)
+    if maxima is not None and all(choice.options.get("activations") is None for choice in chosen.values()):
+        raise ValueError(f"`maxima` are {_OF_ACTIVATIONS}")
 
     def quantized(name: str, w: Any) -> Any:
-        q = chosen[name](w)
-        q = on_innermost(lambda q: _with_activations(name, q, activations, maxima, rounds_gradients), q)
+        q = _quantizer(name, chosen[name], maxima)(w)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
     arrays = named_arrays(model)
     return replace(model, map_arrays(quantized, {name: arrays[name] for name in chosen}))
+
+
+_OF_ACTIVATIONS = "for products with `activations` in 8 bits."
 
 
 def quantizers(
@@ -148,9 +157,17 @@ def quantizers(
     return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
 
-def _quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
-    layout = require_layout(name, choice.record)
-    return lambda w: quantize_array(name, w, choice.scheme, layout, **choice.options)
+def _quantizer(
+    name: str, choice: SchemeOfWeight, maxima: Mapping[str, ArrayLike] | None = None
+) -> Callable[[Any], Any]:
+    layout, options = require_layout(name, choice.record), dict(choice.options)
+    activations, rounds = (options.pop(option, None) for option in ROUNDING)
+
+    def quantized(w: Any) -> Any:
+        q = quantize_array(name, w, choice.scheme, layout, **options)
+        return on_innermost(lambda q: _with_activations(name, q, activations, maxima, bool(rounds)), q)
+
+    return quantized
 
 
 def choices_of(
@@ -162,16 +179,24 @@ def choices_of(
     layout: Layouts = None,
     head: bool = False,
     compute: str | None = None,
+    activations: str | None = None,
+    rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
     """Returns the scheme that `quantize` would choose for each weight."""
     records = records_of(model, layout)
+    # These aren't about how weights are stored, so they go with any recipe. A rule can say otherwise.
+    of_products = {"compute": compute, "activations": activations, "rounds_gradients": rounds_gradients}
+    of_products = {name: value for name, value in of_products.items() if value not in (None, False)}
     if isinstance(scheme, str) and not is_recipe(scheme):
-        scheme_options |= {} if compute is None else {"compute": compute}
+        scheme_options |= of_products
         require_options(require_scheme(scheme), scheme_options)
         chosen = select_matrices(model, records, where, exclude, head)
         rule = where if isinstance(where, str) else "where"
-        return {name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()}
+        found = {
+            name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()
+        }
+        return _without_rounding_in_convolutions(found)
     given = {"where": where != "all-linear", "head": head, **dict.fromkeys(scheme_options, True)}
     if others := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
@@ -182,13 +207,28 @@ def choices_of(
         found = choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
     else:
         found = choices(model, records, scheme, exclude)
-    if compute is None:
-        return found
-    # This isn't about how weights are stored, so it goes with any recipe. A rule can say otherwise.
-    return {
-        name: dataclasses.replace(choice, options={"compute": compute, **choice.options})
+    return _without_rounding_in_convolutions({
+        name: dataclasses.replace(choice, options={**of_products, **choice.options})
         for name, choice in found.items()
-    }
+    })  # fmt: skip
+
+
+def _without_rounding_in_convolutions(found: dict[str, SchemeOfWeight]) -> dict[str, SchemeOfWeight]:
+    """Leaves `activations` out for convolutions, because these always decode their kernel."""
+    out = dict[str, SchemeOfWeight]()
+    for name, choice in found.items():
+        kept = {option: value for option, value in choice.options.items() if option not in ROUNDING}
+        layout = choice.record.layout
+        is_conv = layout is not None and layout.is_conv and choice.options.get("activations") is not None
+        out[name] = dataclasses.replace(choice, options=kept) if is_conv else choice
+    if convs := [name for name, choice in out.items() if choice is not found[name]]:
+        others = f" and {len(convs) - 3} more" if len(convs) > 3 else ""
+        warnings.warn(
+            f"`activations` rounds the inputs of products with matrices. {', '.join(convs[:3])}{others} are "
+            "kernels of convolutions: they are quantised, but their inputs are not rounded.",
+            stacklevel=5,
+        )
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +274,8 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     This lists which weights are selected by each rule, along with their sizes before and after. You might
     want to use this if you aren't sure whether a recipe does what you intended.
 
-    **Arguments:** as [`quaxlike.quantize`][], except for `calibrate`, `activations`, `maxima` and
-    `rounds_gradients`, as these don't affect the size. `model` can contain `jax.ShapeDtypeStruct`s instead of
+    **Arguments:** as [`quaxlike.quantize`][], except for `calibrate` and `maxima`, as these don't affect the
+    size. `model` can contain `jax.ShapeDtypeStruct`s instead of
     arrays.
 
     **Returns:**
@@ -279,8 +319,8 @@ def _with_activations(
     name: str, q: Any, activations: str | None, maxima: Mapping[str, ArrayLike] | None, rounds: bool
 ) -> Any:
     if activations is None:
-        if maxima is not None or rounds:
-            raise ValueError("`maxima` and `rounds_gradients` are for products with `activations` in 8 bits.")
+        if rounds:
+            raise ValueError(f"{name}: `rounds_gradients` is {_OF_ACTIVATIONS}")
         return q
     if maxima is not None and name not in maxima:
         raise ValueError(f"maxima has no entry for {name}; it has those for {', '.join(maxima)}.")
@@ -360,7 +400,7 @@ def fake_quantize(
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
-            rounded[id(w)] = ste(lambda w: q.materialise() if activations is None else q)(w)
+            rounded[id(w)] = ste(lambda w: q.materialise() if q.activations is None else q)(w)
         return rounded[id(w)]
 
     dense = named_arrays(model)
@@ -423,7 +463,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             "Leave it out with `exclude`."
         )
     _require_finite(name, w)
-    order = _stored_order(layout, len(w.shape))
+    order = stored_order(layout, len(w.shape))
 
     def quantized(w: Any, **options: Any) -> Any:
         try:
@@ -455,17 +495,3 @@ def _has_parts(w: Any) -> bool:
     This isn't the case for e.g. `TrainableArray`, which simply trains the base itself.
     """
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
-
-
-def _stored_order(layout: Layout, n: int) -> list[int]:
-    """Returns the permutation that moves the input axes last, so that blocks run along them.
-
-    We make an exception for embeddings, because lookups read whole rows. For convolutions, we put the window
-    before the input channels, so that the window can be reversed without splitting any blocks. (This is
-    needed for a convolution's gradient.)
-    """
-    if layout.kind == "embedding":
-        return list(range(n))
-    n_in = 1 if layout.is_conv else len(layout.in_axes)
-    matrix = [n + axis for axis in (*layout.in_axes[n_in:], *layout.out_axes, *layout.in_axes[:n_in])]
-    return [*(i for i in range(n) if i not in matrix), *matrix]

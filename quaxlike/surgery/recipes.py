@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from .._checked import checked, did_you_mean
 from ..arrays.adapted import innermost
+from ..arrays.layout import Layout
 from ..arrays.quantized import (
     CODECS,
     AbstractQuantizedArray,
@@ -25,6 +26,7 @@ from ..arrays.quantized import (
 )
 from .records import Record
 from .select import Where, output_layer, select_matrices
+from .weight_axes import stored_order
 
 #: A scheme, a pair of a scheme and its options, or `None` for weights that should stay dense.
 Scheme = str | tuple[str, Mapping[str, Any]] | None
@@ -39,12 +41,14 @@ SCHEMES: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
     **{name: kind.quantize for name, kind in _TYPES.items()},
 }
+#: The options of a rule that say how products round. They are set once an array is quantised.
+ROUNDING = "activations", "rounds_gradients"
 # The scheme itself says the codec.
 _OPTIONS = [
     name
     for name, parameter in inspect.signature(AbstractQuantizedArray.quantize).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "codec"
-]
+] + [*ROUNDING]
 
 
 def require_scheme(name: str, *, recipes: bool = True) -> str:
@@ -196,18 +200,20 @@ RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
-def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
+def recipe_of(arrays: Mapping[str, Any], layouts: Mapping[str, Layout | None]) -> dict[str, Scheme]:
     """Reconstructs a recipe from arrays which are quantised, or are adapters with a quantised base.
 
-    If you apply this recipe to dense arrays with the same names, then you will get back the same types.
-    Layers with the same scheme share a rule, which keeps the recipe short. It is empty if nothing is
-    quantised.
+    If you apply this recipe to dense arrays with the same names and `layouts`, then you will get back the
+    same types. What calibration found (`calibrate`, `maxima`) is no part of a recipe. Layers with the same
+    scheme share a rule, which keeps the recipe short. It is empty if nothing is quantised.
     """
     groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
     for name, x in arrays.items():
         parts = _LAYER.split(name, maxsplit=1)
         pattern = r"\.{}\.".join(map(re.escape, parts[::2]))
-        groups.setdefault(pattern, {})[parts[1] if len(parts) > 1 else ""] = _found_scheme(innermost(x))
+        groups.setdefault(pattern, {})[parts[1] if len(parts) > 1 else ""] = _found_scheme(
+            innermost(x), layouts.get(name)
+        )
     rules: dict[str, Scheme] = {}
     for pattern, found in groups.items():
         for scheme in {str(x): x for x in found.values() if x is not None}.values():
@@ -219,7 +225,7 @@ def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
     return rules
 
 
-def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
+def _found_scheme(x: Any, layout: Layout | None) -> tuple[str, Mapping[str, Any]] | None:
     if not isinstance(x, AbstractQuantizedArray):
         return None
     scheme = _NAMES.get(type(x), x.codec.name)
@@ -230,11 +236,25 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
         options["block_size"] = x.block_size
     if isinstance(x.scale, NestedScales):
         options["double_quant"] = True
+    if (axis := _axis_of(x, layout)) is not None:
+        options["axis"] = axis
     if x.gradients == "train":
         options["train_scales"] = True
-    if x.compute is not None:
-        options["compute"] = x.compute
+    for name in ("compute", *ROUNDING):
+        if value := getattr(x, name):
+            options[name] = value
     return scheme, options
+
+
+def _axis_of(x: AbstractQuantizedArray, layout: Layout | None) -> int | None:
+    """Returns the axis along which blocks run, unless that is where `quantize` lets them run by default."""
+    if layout is None or not layout.is_known:
+        return None
+    n = len(x.permutation)
+    order = [x.permutation.index(i) for i in range(n)]
+    # Count from the end, so that a stack of layers has the same rule as its layers.
+    moved = [*(i for i in range(n) if i != order[-1]), order[-1]]
+    return order[-1] - n if order == moved and order != stored_order(layout, n) else None
 
 
 # Named recipes -------------------------------------------------------------------------------------

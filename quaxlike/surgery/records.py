@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..arrays.layout import Layout
 from . import weight_axes
-from .trees import bias_of, leaves_with_path, matches, named_arrays, owner_of, path_of, suggestion
+from .trees import bias_of, matches, named_arrays, named_leaves_with_path, owner_of, suggestion
 from .weight_axes import MATRIX
 
 LayoutLike = str | Layout | None
@@ -97,7 +97,7 @@ def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = 
     Matrices without any other indication are `(out, in)` by convention, or `(in, out)` if
     `fan_in_fan_out=True`.
     """
-    found = {path_of(path, model): (path, leaf) for path, leaf in leaves_with_path(model)}
+    found = named_leaves_with_path(model)
     arrays = {name: leaf for name, (_, leaf) in found.items()}
     stated = _stated(arrays, layout)
     otherwise = layout if isinstance(layout, str | Layout) else "io" if fan_in_fan_out else None

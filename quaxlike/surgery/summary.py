@@ -168,7 +168,8 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     counted: set[int] = set()
     records = records_of(model, layout)
     rows = [_row(name, x.array, x.layout, counted) for name, x in records.items()]
-    return Summary(rows, recipe_of({name: x.array for name, x in records.items()}))
+    arrays = {name: record.array for name, record in records.items()}
+    return Summary(rows, recipe_of(arrays, {name: record.layout for name, record in records.items()}))
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:

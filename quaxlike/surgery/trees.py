@@ -115,9 +115,26 @@ def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
     return [(path, leaf) for path, leaf in leaves if is_array(leaf)]
 
 
+def named_leaves_with_path(model: PyTree) -> dict[str, tuple[Any, Any]]:
+    """Returns all arrays and Values in a model, along with their key paths, by name.
+
+    **Raises:** `ValueError` if two have the same name, because then one would be taken for the other.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for path, leaf in leaves_with_path(model):
+        name = path_of(path, model)
+        if name in found:
+            both = " and ".join(map(jtu.keystr, (found[name][0], path)))
+            raise ValueError(
+                f"Two arrays of the model are named {name!r}: those at {both}. Rename a key with a dot in it."
+            )
+        found[name] = path, leaf
+    return found
+
+
 def named_arrays(model: PyTree) -> dict[str, Any]:
-    """Returns all arrays and Values in a model, by name."""
-    return {path_of(path, model): leaf for path, leaf in leaves_with_path(model)}
+    """Returns all arrays and Values in a model, by name. These must differ."""
+    return {name: leaf for name, (_, leaf) in named_leaves_with_path(model).items()}
 
 
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:

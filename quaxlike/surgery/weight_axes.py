@@ -21,6 +21,21 @@ MATRIX = Layout((-2,), (-1,), "matrix")
 UNKNOWN = Layout((), (), "unknown")
 OTHER = Layout((), (), "other")
 
+
+def stored_order(layout: Layout, n: int) -> list[int]:
+    """Returns the permutation that moves the input axes last, so that blocks of codes run along them.
+
+    We make an exception for embeddings, because lookups read whole rows. For convolutions, we put the window
+    before the input channels, so that the window can be reversed without splitting any blocks. (This is
+    needed for a convolution's gradient.)
+    """
+    if layout.kind == "embedding":
+        return list(range(n))
+    n_in = 1 if layout.is_conv else len(layout.in_axes)
+    matrix = [n + axis for axis in (*layout.in_axes[n_in:], *layout.out_axes, *layout.in_axes[:n_in])]
+    return [*(i for i in range(n) if i not in matrix), *matrix]
+
+
 # By class -----------------------------------------------------------------------------------------
 
 

@@ -189,6 +189,18 @@ def test_rounds_to_near_codes(codec):
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
 
 
+@pytest.mark.quick("mxfp4-float16-65000.0", "q8_0-bfloat16-10000000000.0")
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float16", 6.5e4), ("bfloat16", 1e10), ("float32", 1e10), ("float32", 1e37)]
+)
+@pytest.mark.parametrize("codec", CODECS)
+def test_finite_numbers_stay_finite(codec, dtype, largest):
+    w = np.random.default_rng(0).uniform(-largest, largest, (2, 512)).astype(np.float32)
+    w[:, ::96], w[:, 1::96] = largest, -largest
+    q = BlockArray.quantize(jnp.asarray(w, dtype), codec=codec)
+    assert jnp.isfinite(q.materialise()).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["q2_k", "q3_k", "q4_k", "q6_k"])
 def test_scales_of_zeros_are_stored_as_zeros(codec):

@@ -29,7 +29,7 @@ from quaxlike.arrays.unitful import (
     to_pint,
 )
 from quaxlike.arrays.zero import Full, Identity
-from tests.samples import Late, array, once
+from tests.samples import Late, array, normal, once
 
 units = Late("astropy.units")
 
@@ -191,6 +191,16 @@ def test_linear_algebra():
     same(f(jnp.linalg.svd)(A)[1], jnp.linalg.svd(a)[1], "kg")
     same(f(jnp.linalg.qr)(A)[0], jnp.linalg.qr(a)[0])
     same(f(jnp.linalg.qr)(A)[1], jnp.linalg.qr(a)[1], "kg")
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_determinants(n):
+    x = Unitful(normal(2, n, n), "m")
+    det = jnp.linalg.det
+    for f in (ql.quaxify(det), ql.quaxify(jax.vmap(det)), jax.vmap(ql.quaxify(det))):
+        same(f(x), det(x.array), f"m^{n}")
+    with pytest.raises(DimensionError, match=r"`slogdet` takes arrays without a dimension; found \(m\)"):
+        ql.quaxify(jnp.linalg.slogdet)(x)
 
 
 @pytest.mark.parametrize("largest", [jax.lax.top_k, jax.lax.approx_max_k, jax.lax.approx_min_k])

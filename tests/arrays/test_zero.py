@@ -1,5 +1,7 @@
 """`Zero`, `Full` and `Identity` against the dense arrays, and what is left of the computation."""
 
+import pickle
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -192,6 +194,13 @@ def test_what_does_not_fold_is_materialised_visibly():
     with pytest.raises(ql.MaterialisationError, match="Zero"), ql.on_materialise("error"):
         ZERO.at[0].set(1.0)
     np.testing.assert_array_equal(ZERO.at[0].set(1.0), jnp.zeros((3, 4)).at[0].set(1.0))
+
+
+@pytest.mark.parametrize("number", [np.nan, complex(1, np.nan)])
+def test_constants_with_nan_are_equal(number):
+    x = Full(number, (3,))
+    for same in (Full(number + 0, (3,)), pickle.loads(pickle.dumps(x))):
+        assert jax.tree.structure(same) == jax.tree.structure(x)
 
 
 def test_branches_with_nan():

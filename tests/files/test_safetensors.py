@@ -14,7 +14,7 @@ from quaxlike import lm
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.unitful import Unitful
-from quaxlike.arrays.zero import Identity, Zero
+from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.files import CheckpointError
 from quaxlike.files import safetensors as st
 from quaxlike.files.tensors import open_tensors, write_tensors
@@ -83,6 +83,25 @@ def test_a_quantised_file_loads_into_the_shapes_of_the_plain_model(tmp_path):
     assert tree_equal(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
     x = jnp.ones(64)
     np.testing.assert_array_equal(ql.quaxify(loaded)(x), ql.quaxify(model)(x))
+
+
+def test_numpy_arrays_of_64_bits_round_trip(tmp_path):
+    """`eqx.filter_eval_shape` says of them what they would be in JAX."""
+    make = lambda: {"betas": np.linspace(0, 1, 5), "steps": np.arange(3)}
+    st.save(tmp_path / "model.safetensors", make())
+    for like in (make(), eqx.filter_eval_shape(make)):
+        loaded = st.load(tmp_path, like)
+        assert tree_equal(loaded, make(), typematch=True)
+    with pytest.raises(CheckpointError, match=r"the model has float32 of shape \(5,\), the file float64"):
+        st.load(tmp_path, {"betas": np.zeros(5, np.float32), "steps": np.arange(3)})
+
+
+@pytest.mark.parametrize("number", [1 + 2j, complex(np.nan, 1), np.nan, -np.inf])
+def test_numbers_that_json_lacks(tmp_path, number):
+    model = [Full(number, (3,))]
+    st.save(tmp_path / "model.safetensors", model)
+    found = st.load(tmp_path, [jax.ShapeDtypeStruct((3,), model[0].dtype)])
+    assert jax.tree.structure(found) == jax.tree.structure(model)
 
 
 @pytest.mark.slow

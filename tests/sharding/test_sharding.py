@@ -10,7 +10,7 @@ import quaxlike as ql
 from quaxlike.adapters import METHODS
 from quaxlike.arrays.unitful import Unit, Unitful
 from quaxlike.arrays.zero import Zero
-from quaxlike.sharding import shard, specs_for
+from quaxlike.sharding import fsdp, shard, specs_for
 from tests.array_types import TYPES
 from tests.differential.program import under
 from tests.samples import normal, random_key
@@ -150,6 +150,19 @@ def test_blocks_are_not_cut(width, double_quant):
     rule = {"proj": jax.P(None, "model")}
     with pytest.raises(ValueError, match=r"proj.weight.*([Bb]locks.* cannot be cut|share blocks)"):
         shard(model, MESH, specs_for(model, rule))
+
+
+@pytest.mark.parametrize("spread", ["weights", "outputs", "layers"])
+def test_lora_over_flat_codes(spread):
+    # Blocks of 64 cross rows of 16, so no device has whole rows, however the adapter is spread.
+    layer = _adapted(ql.quantize(eqx.nn.Linear(16, 16, key=KEY), "nf4"))
+    stack = ql.stack_layers([layer, layer])
+    fn = ql.quaxify(lambda stack, x: jax.lax.scan(lambda x, m: (jax.vmap(m)(x), None), x, stack)[0])
+    out = jax.NamedSharding(MESH, jax.P(None, "model") if spread == "outputs" else jax.P())
+    rules = {"weights": fsdp(MESH), "outputs": {}, "layers": {"weight": jax.P("data"), "bias": jax.P("data")}}
+    placed = shard(stack, MESH, rules[spread])
+    y = jax.jit(fn, out_shardings=out)(placed, X[:, :16])
+    np.testing.assert_allclose(y, fn(stack, X[:, :16]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_partial_block_at_the_end_of_rows_is_not_cut():

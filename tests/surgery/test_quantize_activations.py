@@ -138,6 +138,23 @@ def test_errors_of_a_decoder(name):
         assert 0.4 * most < found[kind] < most, found
 
 
+@pytest.mark.parametrize("scheme", ["int8", {".*": ("int8", {"activations": "int8"})}])
+def test_convolutions_are_named_as_they_do_not_round(scheme):
+    model = [eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(1))]
+    options = {"where": ".*", "activations": "int8"} if scheme == "int8" else {}
+    with pytest.warns(UserWarning, match=r"matrices. 1.weight are kernels of convolutions.* not rounded"):
+        linear, convolution = ql.quantize(model, scheme, **options)
+    assert linear.weight.activations == "int8"
+    assert isinstance(convolution.weight, ql.Int8Array)
+    assert convolution.weight.activations is None
+
+
+@pytest.mark.parametrize("option", [{"maxima": {"weight": 1.0}}, {"rounds_gradients": True}])
+def test_options_of_activations_alone(option):
+    with pytest.raises(ValueError, match="for products with `activations` in 8 bits"):
+        ql.quantize(eqx.nn.Linear(8, 8, key=jax.random.key(0)), "int8", **option)
+
+
 def test_maxima_of_inputs():
     """Of all calls of a layer, and of those of a batch."""
     layer = drawn(eqx.nn.Linear, 8, 8, key=random_key())

@@ -227,6 +227,28 @@ def test_a_model_says_how_it_is_quantised(mlp, tmp_path):
     assert ql.summary(small).recipe == {r"layers\.[0-9]+\.weight": ("int4", {"block_size": 32})}
 
 
+@pytest.mark.parametrize(
+    "options", [{"axis": 0}, {"activations": "int8"}, {"activations": "int8", "rounds_gradients": True}]
+)
+def test_the_recipe_of_a_model_makes_the_same_arrays(mlp, tmp_path, options):
+    model = ql.quantize(mlp, "int8", **options)
+    recipe = ql.summary(model).recipe
+    assert tree_equal(ql.quantize(mlp, recipe), model)
+    assert not tree_equal(ql.quantize(mlp, "int8"), model)
+    safetensors.save(tmp_path / "m.safetensors", model)
+    assert ql.quantize.from_file(tmp_path / "m.safetensors") == recipe
+
+
+@pytest.mark.parametrize(("name", "shape"), [("kernel", (6, 8)), ("weight", (8, 6))])
+def test_a_recipe_names_the_axis_of_blocks_where_these_are_not_the_inputs(name, shape):
+    model = {"layer": {name: normal(*shape)}}
+    pattern = rf"layer\.{name}"
+    outputs = -1 if name == "kernel" else -2
+    assert ql.summary(ql.quantize(model, "int8")).recipe == {pattern: "int8"}
+    other = ql.quantize(model, "int8", axis=outputs)
+    assert ql.summary(other).recipe == {pattern: ("int8", {"axis": outputs})}
+
+
 def test_a_model_that_is_not_quantised_says_nothing(mlp, tmp_path):
     assert ql.summary(mlp).recipe == {}
     assert "recipe" not in str(ql.summary(mlp))

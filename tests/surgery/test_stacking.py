@@ -30,10 +30,14 @@ FORMS = {
     "lora": lambda layer, key: ql.loraify(layer, rank=2, init="gaussian", key=key),
     "dora": lambda layer, key: ql.loraify(layer, rank=2, init="gaussian", dora=True, key=key),
     "qlora": _qlora,
+    "lora of biases": lambda layer, key: ql.loraify([layer], rank=2, lora_bias=True, key=key)[0],
+    "lora of trained biases": lambda layer, key: ql.loraify(
+        [layer], rank=2, lora_bias=True, bias="all", key=key
+    )[0],
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick("lora of biases")
 @pytest.mark.parametrize("form", FORMS)
 def test_scanned_layers_are_the_layers_in_turn(form):
     layers = [FORMS[form](eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]

@@ -296,6 +296,16 @@ def test_options_of_other_types(mlp, options, message):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", [ql.quantize, ql.summary, lambda model: ql.loraify(model, rank=2, key=random_key())]
+)
+def test_two_arrays_of_one_name_are_an_error(change):
+    model = {"a.weight": normal(8, 64), "a": {"weight": normal(8, 64, seed=1)}}
+    both = r"'a.weight': those at \['a'\]\['weight'\] and \['a.weight'\]"
+    with pytest.raises(ValueError, match=f"Two arrays of the model are named {both}"):
+        change(model)
+
+
 def test_adapting_twice_is_an_error(mlp):
     with pytest.raises(ValueError, match=r"layers\.0\.weight is of type LoraArray already. Merge"):
         ql.loraify(ql.loraify(mlp, rank=2, key=KEY), rank=2, key=KEY)

@@ -9,6 +9,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
@@ -131,6 +132,12 @@ class LoraBias(TransparentValue):
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraBias":
         w = None if self.w is None else resize(self.w, axis)
         return self.replace(w=w, b=resize(self.b, axis))
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        parts = [x for x in (self.w, self.b) if x is not None]
+        # A single scaling is that of all rows. So is a bias that several adapters share.
+        rows = [(x, x.ndim == self.ndim) for x in parts]
+        return leading_axes([*rows, (self.scaling, np.ndim(self.scaling) > 0)])
 
     def _scaled(self) -> jax.Array:
         scaling = constant(self.scaling).astype(self.b.dtype)

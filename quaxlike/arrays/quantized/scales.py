@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, UInt8
 
 from ...kernels.block_matmul import CODECS, Codec
 from ...kernels.block_matmul import NestedScales as NestedScales  # pickles name it here
+from ...kernels.block_matmul.codecs import scaled
 from . import search
 
 
@@ -78,7 +79,8 @@ def encode(
 
     **Arguments:**
 
-    - `x`: `(*lead, n)`, any floating dtype. We always compute in float32.
+    - `x`: `(*lead, n)`, any floating dtype. We always compute in float32, but codes whose values would be
+        infinite in this dtype aren't used.
     - `codec`: the format in which codes, scales and zeros are stored.
     - `block`: the number of elements that share a scale; the last block of each row can be smaller.
     - `like`: scales and zeros whose dtypes to use. Default: the codec's dtypes.
@@ -89,6 +91,7 @@ def encode(
 
     **Returns:** the codes (one per byte), and the scales.
     """
+    dtype = x.dtype
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
@@ -115,6 +118,12 @@ def encode(
         codes = codec.nearest(wanted)
     else:
         codes = codec.at_random(wanted, jax.random.uniform(key, wanted.shape))
+    # Rounding can take the largest numbers beyond the range of the dtype. No weight gets that large in
+    # float32 or bfloat16, so we don't spend time on these.
+    if jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max:
+        values = scaled(codec.values(codes), scale, zero, zeros=codec.zeros)
+        too_large = ~jnp.isfinite(values.astype(dtype)) & jnp.isfinite(blocks)
+        codes = jnp.where(too_large, codec.beside(codes, up=(values < 0) ^ (scale < 0)), codes)
     return codes.reshape(padded.shape)[..., :n], parts
 
 
@@ -162,7 +171,9 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
         return largest / min(-low, high), None
     least = jnp.minimum(jnp.min(blocks, axis=-1, initial=np.inf), 0)
     most = jnp.maximum(jnp.max(blocks, axis=-1, initial=-np.inf), 0)
-    scale = (most - least) / (high - low)
+    width = high - low
+    # The difference of the two largest numbers is infinite.
+    scale = jnp.where(jnp.isinf(most - least), most / width - least / width, (most - least) / width)
     if codec.zeros == "points":
         return scale, jnp.round(-least / jnp.where(scale == 0, 1.0, scale))
     return scale, least if codec.zeros == "plus" else -least
@@ -210,11 +221,19 @@ def _stored(
         return BlockScales(lax.bitcast_convert_type(narrow, jnp.uint8), outer)
     if codec.zeros == "points":
         small = jnp.uint8 if like is None else dtypes[2]
-        return BlockScales(scale.astype(dtypes[0]), None, zero.astype(small))
-    scale = scale.astype(dtypes[0])
+        return BlockScales(_narrowed(scale, dtypes[0]), None, zero.astype(small))
+    scale = _narrowed(scale, dtypes[0])
     if minimum is not None and zero is not None:
         zero = minimum(scale.astype(jnp.float32))
-    return BlockScales(scale, None, None if zero is None else zero.astype(dtypes[2]))
+    return BlockScales(scale, None, None if zero is None else _narrowed(zero, dtypes[2]))
+
+
+def _narrowed(x: Array, dtype: Any) -> Array:
+    """Casts scales, replacing those that are too large by the largest number of the dtype."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(dtype)
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
 def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tuple[Array, Array]:
@@ -231,7 +250,7 @@ def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tupl
         outer = jnp.max(jnp.abs(groups), axis=-1, initial=0) / limits[1]
     else:
         outer = search.multiples(groups, grouped(weight), limits)[..., 0]
-    outer = outer.astype(dtype)
+    outer = _narrowed(outer, dtype)
     spread = outer.astype(jnp.float32)[..., None]
     whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
     whole = jnp.clip(whole, *limits).astype(jnp.int32)

@@ -123,7 +123,7 @@ def _function_of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
 
-def _dimensionless(primitive: Primitive, operands: Sequence[Any]) -> Sequence[Any]:
+def _dimensionless(primitive: Primitive | str, operands: Sequence[Any]) -> Sequence[Any]:
     if any(not unit_of(x).dimensionless and unit_of(x) not in (UNKNOWN, ANY) for x in operands):
         raise DimensionError(
             f"`{primitive}` takes arrays without a dimension; found ({_units(operands)}). Divide by a "
@@ -401,6 +401,22 @@ def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         return NotImplemented
     _dimensionless(primitive, [y])
     return _bind(primitive, (x, y), params)
+
+
+@register("jit", precedence=precedence.UNITFUL)
+def _determinant(primitive: Primitive, x: Unitful, **params: Any) -> Any:
+    """Implements `jnp.linalg.det` and `slogdet`.
+
+    These need their own rule because from four rows on, `det` is the exponential of a sum of logarithms, and
+    these only take numbers.
+    """
+    if is_from_jax_numpy(params["jaxpr"], "slogdet"):
+        return _bind(primitive, _dimensionless("slogdet", [x]), params)
+    # A derivative within `quaxify` is a call of the same name that has more results.
+    if not is_from_jax_numpy(params["jaxpr"], "det") or len(params["jaxpr"].out_avals) > 1:
+        return NotImplemented
+    (out,) = _bind(primitive, [x], params)
+    return [with_unit(out, x.unit ** x.shape[-1])]
 
 
 @register("gather", precedence=precedence.UNITFUL)

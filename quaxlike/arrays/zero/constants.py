@@ -6,7 +6,7 @@ leaf might be traced, in which case its value isn't available.)
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -115,10 +115,17 @@ class Full(ArrayOperators, ArrayValue):
         if isinstance(value, jax.Array) or np.ndim(value):
             self.value, self.number = jnp.asarray(value, self._dtype), None
         else:
-            number = np.asarray(value, self._dtype).item()
-            is_nan = isinstance(number, float) and math.isnan(number)
-            # Always use the same NaN object. Otherwise static fields wouldn't compare equal.
-            self.value, self.number = None, math.nan if is_nan else number
+            self.value, self.number = None, np.asarray(value, self._dtype).item()
+
+    def __check_init__(self) -> None:
+        # Always use the same object for a NaN. Otherwise static fields wouldn't compare equal.
+        if self.number != self.number:
+            object.__setattr__(self, "number", _NANS.setdefault(repr(self.number), self.number))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self.__check_init__()
 
     def aval(self) -> jax.core.ShapedArray:
         batch = () if self.value is None else self.value.shape
@@ -146,6 +153,9 @@ class Full(ArrayOperators, ArrayValue):
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         value = self.number if self.value is None else wl.pformat(self.value, **kwargs)
         return wl.TextDoc(f"Full({value}, {self.aval().str_short()})")
+
+
+_NANS: dict[str, Any] = {}
 
 
 def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:

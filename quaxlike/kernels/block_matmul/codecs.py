@@ -137,6 +137,14 @@ class Codec:
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
         return jnp.asarray(order.astype(np.uint8))[places]
 
+    def beside(self, codes: Array, up: Any) -> Array:
+        """Returns the codes with the next larger value where `up` is set, and elsewhere the next smaller."""
+        low, high = self.range()
+        with np.errstate(invalid="ignore"):  # The NaNs in float8 compare as out of range, which is fine.
+            ordered = np.unique(self.all_values[(self.all_values >= low) & (self.all_values <= high)])
+        at = jnp.searchsorted(ordered, self.values(codes)) + jnp.where(up, 1, -1)
+        return self.nearest(jnp.asarray(ordered)[jnp.clip(at, 0, len(ordered) - 1)])
+
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
         """Stochastically rounds to an adjacent value, so that the result is unbiased.
 

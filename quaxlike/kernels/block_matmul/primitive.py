@@ -6,6 +6,7 @@ pass does not need to store a dense weight.
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,7 +240,9 @@ def _partitioning(
     contracted, free = ("n", "k") if product.transpose else ("k", "n")
     names, shared = f"{' '.join([*rows, contracted])}, {weight}", ()
     if low_rank:
-        names += f", {' '.join(rows)} adapters rank, adapters n rank"
+        # Flat codes are the same on every device and give all of the outputs, so `b` then has to as well.
+        outputs = free if free in re.split(r"[ ,]+", weight) else "outputs"
+        names += f", {' '.join(rows)} adapters rank, adapters {outputs} rank"
         shared = (1 + len(jax.tree.leaves(leaves)),)
     # The rows of `x` take precedence. If the weight is sharded across the same devices then we need to gather
     # it, but this happens whilst it still consists of codes.
