@@ -144,7 +144,7 @@ class DefinedPrimitive(Primitive):
         self.rules = rules
         self._install = install
         self.parent = parent
-        self.form = None if form is None else form.__name__.lower()
+        self.form = None if form is None else form.name
         self._impls = impls
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
@@ -272,7 +272,7 @@ class DefinedPrimitive(Primitive):
                 # not be differentiable, so always use the default implementation for derivatives.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
-                    f"{self.name}.{form.__name__.lower()}",
+                    f"{self.name}.{form.name}",
                     impls,
                     multiple_results=True,
                     rules=Rules(),

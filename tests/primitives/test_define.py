@@ -174,6 +174,7 @@ def test_derived_primitives_are_recognised():
         assert found.name == f"test_gate.{form}"
     (batched,) = (e for e in equations(jax.make_jaxpr(jax.vmap(f))(X[None])) if "forms" in e.params)
     assert batched.primitive is gate_p.batch_p
+    assert (batched.primitive.form, batched.primitive.name) == ("batch", "test_gate.batch")
     assert batched.params["power"] == 1
     assert gate_p.batch_p.jvp_p.root is gate_p
 
