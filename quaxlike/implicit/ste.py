@@ -92,7 +92,8 @@ def _through(y: Any, x: Any) -> Any:
         x = jnp.asarray(materialise(x))
         return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
-        return y  # in this case nothing is being differentiated, so we don't have to do anything
+        # In this case `x` isn't being differentiated. But `fn` might have closed over something that is.
+        return jax.lax.stop_gradient(y)
     return _graft(y, jnp.asarray(materialise(x)))
 
 

@@ -80,6 +80,13 @@ class TestArrays:
 
         np.testing.assert_array_equal(jax.grad(run)(W, 2, sign=-1), jnp.ones_like(W))
 
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+    def test_what_is_closed_over_has_no_gradient(self, wrap):
+        loss = wrap(lambda s, w: ste(lambda w: jnp.round(w / s) * s)(w).sum())
+        s_grad, w_grad = jax.grad(loss, (0, 1))(0.7, W)
+        assert jax.grad(loss)(0.7, W) == s_grad == 0.0
+        np.testing.assert_array_equal(w_grad, jnp.ones_like(W))
+
     def test_python_scalars(self):
         assert jax.grad(ste(jnp.round))(1.4) == 1.0
 
