@@ -9,6 +9,7 @@ import abc
 import contextlib
 import contextvars
 import functools
+import inspect
 import operator
 import os
 import warnings
@@ -241,18 +242,19 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
             if out is not NotImplemented:
                 note("with operands swapped")
                 return out
-        inherited = ImplicitArray.default_handler.__func__
-        kinds = [type(x) for x in values if isinstance(x, ImplicitArray)]
-        own = [kind for kind in dict.fromkeys(kinds) if kind.default_handler.__func__ is not inherited]
+        implicit = [x for x in values if isinstance(x, ImplicitArray)]
+        # Look this up on instances, so that it can be a static method or an ordinary one as well.
+        own = {type(x): x.default_handler for x in reversed(implicit) if _has_default_handler(type(x))}
         if len(own) > 1:
-            names = ", ".join(kind.__name__ for kind in own)
+            names = ", ".join(kind.__name__ for kind in reversed(own))
             raise TypeError(
                 f"No handler for `{primitive}` matches, and its operands {names} each have a "
                 "`default_handler`. Register a handler for this combination of types."
             )
         token = _unhandled.set(values)
         try:
-            return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
+            handler = next(iter(own.values()), ImplicitArray.default_handler)
+            return handler(primitive, *values, params=params)
         finally:
             _unhandled.reset(token)
 
@@ -277,6 +279,12 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
 
 OriginArray.register(ImplicitArray)
+
+
+def _has_default_handler(cls: type) -> bool:
+    inherited = inspect.getattr_static(ImplicitArray, "default_handler")
+    return inspect.getattr_static(cls, "default_handler") is not inherited
+
 
 # Whilst a default handler is running, these are the operands for which no handler was found.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())

@@ -441,6 +441,22 @@ class TestDefaultHandlers:
             implicit(jax.lax.add)(Wild(jnp.ones(3)), Wilder(jnp.ones(3)))
 
 
+    @pytest.mark.parametrize("kind", ["static", "plain"])
+    def test_static_and_plain_methods(self, kind):
+        class Static(Bare):
+            @staticmethod
+            def default_handler(primitive, *args, params=None):
+                return primitive.bind(args[0].array, **params)
+
+        class Plain(Bare):
+            def default_handler(self, primitive, *args, params=None):
+                assert self is args[0]
+                return primitive.bind(self.array, **params)
+
+        cls = Static if kind == "static" else Plain
+        np.testing.assert_array_equal(implicit(jax.lax.neg)(cls(jnp.ones(3))), -jnp.ones(3))
+
+
 @pytest.mark.slow
 def test_strict_types_are_kept():
     x, w = normal(2, 4), Strict.quantize(normal(4, 3))
