@@ -31,6 +31,7 @@ from ..core.policy import dense, dense_operands, map_values
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
+from ..core.statics import type_of
 from ..core.values import ArrayValue, is_value, materialise, replace_fields
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .eformer import AvalHook, Flattening, PostInit
@@ -402,17 +403,34 @@ _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_trace
 
 def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
     leaves, treedef = jtu.tree_flatten(x)
-    avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+    avals = tuple(map(_leaf_type, leaves))
     if (treedef, avals) in _traced.get():
         raise UninitializedAval(
             f"{type(x).__name__}.materialize() reads `self.{what}`, which nothing else determines. Pass "
             f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
         )
-    return _trace_materialize(treedef, avals, jax.config.jax_enable_x64)
+    return _trace_materialize(treedef, _static_types(treedef), avals, jax.config.jax_enable_x64)
+
+
+def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
+    # A number has a weak type, so that a product with it has the dtype of the other factor.
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        dtype, weak_type = leaf.dtype, bool(leaf.weak_type)
+    else:
+        dtype, weak_type = jax.dtypes.result_type(leaf, return_weak_type_flag=True)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=weak_type)
+
+
+def _static_types(treedef: Any) -> Any:
+    """Returns the types of the static fields. Tree structures are equal even if these differ (2 and 2.0)."""
+    data = treedef.node_data()
+    if data is None:  # a leaf
+        return None
+    return type_of(data[1]), tuple(map(_static_types, treedef.children()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
+def _trace_materialize(treedef: Any, static_types: Any, avals: tuple[Any, ...], x64: bool) -> Any:
     token = _traced.set(_traced.get() | {(treedef, avals)})
     try:
         with probing():

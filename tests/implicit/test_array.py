@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -122,6 +123,35 @@ class TestShapeAndDtype:
         assert field.metadata["static"]
         assert field.default == 8
         assert len(jax.tree.leaves(Codes.quantize(normal(2, 3)))) == 2
+
+    def test_static_fields_that_compare_equal(self):
+        class Scaled(ImplicitArray, warn_on_materialize=False):
+            codes: jax.Array
+            scale: Any = aux_field()
+
+            def materialize(self):
+                scale = jnp.asarray(self.scale[0])
+                return self.codes.astype(scale.dtype) * scale
+
+        def of(scale):
+            return Scaled(jnp.ones(1, jnp.int8), (scale,))
+
+        assert (of(2).dtype, of(2.0).dtype) == (jnp.int32, jnp.float32)
+        assert of(2.0).materialise().dtype == jnp.float32
+
+    @pytest.mark.parametrize("promotion", ["standard", "strict"])
+    def test_numbers_have_weak_types(self, promotion):
+        class Scaled(ImplicitArray, warn_on_materialize=False):
+            array: jax.Array
+            scale: float
+
+            def materialize(self):
+                return self.array * self.scale
+
+        with jax.numpy_dtype_promotion(promotion):
+            x = Scaled(jnp.ones(3, jnp.bfloat16), 2.0)
+            assert x.dtype == x.materialise().dtype == jnp.bfloat16
+            assert jax.eval_shape(lambda x: x, x).dtype == jnp.bfloat16
 
     def test_it_is_an_array(self):
         assert issubclass(ImplicitArray, OriginArray)
