@@ -199,8 +199,12 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """Changes the dtype. The result of `materialize()` will then be cast to this dtype."""
-        return replace_fields(self, _declared=self._declared.with_dtype(dtype))
+        """Changes the dtype. The result of `materialize()` will then be cast to this dtype.
+
+        If an earlier dtype has fewer numbers then it is cast to that one first. Handlers don't know about
+        this, so such an array is materialised instead.
+        """
+        return replace_fields(self, _declared=self._declared.cast(dtype))
 
     if not TYPE_CHECKING:
 
@@ -213,9 +217,9 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     def follows_rules(self) -> bool:
         """Returns whether we can use handlers for this. (They are written for a single array rather than for
-        a stack.)
+        a stack, and they don't know about earlier casts.)
         """
-        return not is_stack(self)
+        return not is_stack(self) and not self._declared.casts
 
     def leading_axis(self) -> Any:
         if not is_stack(self):
@@ -226,8 +230,13 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         )
 
     def materialise(self) -> jax.Array:
-        out = materialize_nested(self, full=True)
-        return out if out.dtype == self.dtype else out.astype(self.dtype)
+        x, dtypes = self, [*self._declared.casts, self.dtype]
+        if self._declared.casts:
+            x = replace_fields(self, _declared=self._declared.with_dtype(dtypes[0]))
+        out = materialize_nested(x, full=True)
+        for dtype in dtypes:
+            out = out if out.dtype == dtype else out.astype(dtype)
+        return out
 
     @property
     def on_materialise(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

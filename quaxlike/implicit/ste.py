@@ -134,6 +134,15 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def compute_dtype(self) -> Any:
         return jax.typeof(self.value).dtype
 
+    def astype(self, dtype: Any) -> Any:
+        # Cast both, because the Value's handlers are called with `value`.
+        if isinstance(self.value, ImplicitArray):
+            value = self.value.astype(dtype)
+        else:
+            value = quaxify(lambda x: jax.lax.convert_element_type(x, dtype))(self.value)
+        array = self.array.astype(dtype)
+        return StraightThrough(value, array) if is_value(value) else _graft(value, array)
+
     def leading_axis(self) -> Any:
         return leading_axes([(self.value, True), (self.array, True)])
 

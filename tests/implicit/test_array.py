@@ -307,6 +307,38 @@ class TestAstype:
         x = Codes.quantize(normal(4, 3))
         assert jax.jit(lambda x: x.astype(jnp.bfloat16))(x).dtype == jnp.bfloat16
 
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_earlier_casts_count(self, wrap):
+        class Plain(ImplicitArray, warn_on_materialize=False):
+            array: jax.Array
+
+            def materialize(self):
+                return self.array
+
+        x, f16, f32 = Plain(jnp.float32(1.2345678)), jnp.float16, jnp.float32
+
+        def cast(x, *dtypes):
+            for dtype in dtypes:
+                x = x.astype(dtype)
+            return x
+
+        for dtypes in [(jnp.int32, f32), (f16, f32), (jnp.int32, bool, f32), (f16, f32, f16), (f32, f16)]:
+            y = wrap(lambda x, dtypes=dtypes: cast(x, *dtypes))(x)
+            assert isinstance(y, Plain)
+            expected = cast(x.array, *dtypes)
+            for found in (y.materialise(), implicit(jnp.abs)(y)):
+                np.testing.assert_array_equal(found, jnp.abs(expected), strict=True)
+        assert jax.tree.structure(cast(x, f32, f16, f32, f16)) == jax.tree.structure(cast(x, f16))
+
+    def test_handlers_do_not_skip_an_earlier_cast(self):
+        x, half = normal(2, 4), Codes.quantize(normal(4, 3)).astype(jnp.float16)
+        with ql.on_materialise("error"):
+            implicit(jnp.matmul)(x.astype(jnp.float16), half)
+            with pytest.raises(ql.MaterialisationError, match="Codes would be made dense"):
+                implicit(jnp.matmul)(x, half.astype(jnp.float32))
+        found = implicit(jnp.matmul)(x, half.astype(jnp.float32))
+        np.testing.assert_array_equal(found, x @ half.materialise().astype(jnp.float32))
+
 
 class Outer(ImplicitArray, warn_on_materialize=False):
     """Doubles what is inside, by operations on it."""
@@ -469,7 +501,6 @@ class TestDefaultHandlers:
         assert out == "sin"
         with pytest.raises(TypeError, match=r"`add` matches, and its operands Wild, Wilder each have a"):
             implicit(jax.lax.add)(Wild(jnp.ones(3)), Wilder(jnp.ones(3)))
-
 
     @pytest.mark.parametrize("kind", ["static", "plain"])
     def test_static_and_plain_methods(self, kind):

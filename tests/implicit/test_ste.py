@@ -134,6 +134,20 @@ class TestValues:
     """Of functions that return a Value."""
 
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_casts(self, wrap):
+        def through(dtype, w):
+            q = quantize(w).astype(dtype)
+            assert (type(q), q.dtype) == (type(quantize(w)), dtype)
+            return ql.materialise(q.astype(jnp.float32))
+
+        for dtype, slope in [(jnp.float16, 1), (jnp.int32, 0)]:
+            f = wrap(functools.partial(through, dtype))
+            cast = Codes.quantize(W).astype(dtype).materialise()
+            np.testing.assert_array_equal(f(W), cast.astype(jnp.float32))
+            grad = jax.grad(lambda w, f=f: f(w).sum())(W)
+            np.testing.assert_array_equal(grad, jnp.full_like(W, slope))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_passes_for_the_value(self, wrap):
         q = wrap(quantize)(W)
         assert isinstance(q, Codes)
