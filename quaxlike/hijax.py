@@ -11,7 +11,7 @@ requires JAX 0.11.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -183,6 +183,8 @@ class HiValue:
 
     value: Any
     value_class: type[Value]
+    # NumPy would otherwise convert us row by row, as we have a length and items.
+    __array_priority__ = 100
 
     def __new__(cls, value: Value) -> Any:
         if not isinstance(value, cls.value_class):
@@ -196,6 +198,16 @@ class HiValue:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value})"
 
+    # The default would call `__new__` without a value. (This is also used to copy.)
+    def __reduce__(self) -> Any:
+        return _wrapped, (self.value,)
+
+    def __len__(self) -> int:
+        return _len(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _iter(self)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.value.shape
@@ -207,6 +219,22 @@ class HiValue:
     @property
     def ndim(self) -> int:
         return self.value.ndim
+
+
+# Without these, Python would look for rows until there's an `IndexError`, and JAX doesn't raise one. They are
+# also used for tracers.
+
+
+def _len(x: Any) -> int:
+    if not x.shape:
+        raise TypeError("len() of an array without axes")
+    return x.shape[0]
+
+
+def _iter(x: Any) -> Iterator[Any]:
+    if not x.shape:
+        raise TypeError("iteration over an array without axes")
+    return (x[i] for i in range(x.shape[0]))
 
 
 def _instance(cls: type[HiValue], value: Any) -> HiValue:
@@ -273,17 +301,26 @@ def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = jtu.tree_map(lambda x: x.value if _is_hi(x) else x, (args, kwargs), is_leaf=_is_hi)
         out = _quaxify(fn)(*args, **kwargs)
-        return jtu.tree_map(lambda x: as_hitype(type(x))(x) if is_value(x) else x, out, is_leaf=is_value)
+        return jtu.tree_map(lambda x: _wrapped(x) if is_value(x) else x, out, is_leaf=is_value)
 
     return wrapper
 
 
-_OPERATORS = "add sub mul truediv floordiv mod pow matmul lt le gt ge eq ne".split()  # noqa: SIM905
+def _wrapped(value: Any) -> HiValue:
+    return as_hitype(type(value))(value)
+
+
+_OPERATORS = {
+    name: getattr(operator, name)
+    for name in "add sub mul truediv floordiv mod pow matmul lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905
+}
+_OPERATORS |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "divmod": divmod}
+_OF_ONE = {name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert", "getitem")}
+_OF_ONE["round"] = round
 
 
 def _install_operators() -> None:
-    for name in _OPERATORS:
-        plain = getattr(operator, name)
+    for name, plain in _OPERATORS.items():
         forward = quaxify(plain)
         reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
         setattr(HiValue, f"__{name}__", forward)
@@ -292,10 +329,12 @@ def _install_operators() -> None:
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(HiValue, f"__r{name}__", reverse)
             setattr(ValueType, f"_r{name}", staticmethod(reverse))
-    for name in ("neg", "getitem"):
-        forward = quaxify(getattr(operator, name))
+    for name, plain in _OF_ONE.items():
+        forward = quaxify(plain)
         setattr(HiValue, f"__{name}__", forward)
         setattr(ValueType, f"_{name}", staticmethod(forward))
+    for name, method in {"len": _len, "iter": _iter}.items():
+        setattr(ValueType, f"_{name}", staticmethod(method))
 
 
 _install_operators()

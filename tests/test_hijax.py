@@ -1,6 +1,9 @@
 """Values as hijax types, and hijax types of others in quaxified programs."""
 
+import copy
 import dataclasses
+import operator
+import pickle
 from typing import Any
 
 import jax
@@ -68,6 +71,50 @@ def test_it_is_one_operand(value):
 def test_operators(value, transform):
     run = transform(lambda w: ql.materialise(getattr(y := w @ X, "value", y)))
     _close(run(_hi(value)), value.materialise() @ X)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_rows(transform):
+    w = _hi(nf4())
+    assert len(w) == transform(len)(w) == 8
+    rows = list(w)
+    assert all(isinstance(row, HiValue) for row in rows)
+    _close(transform(lambda w: jnp.stack([row @ X for row in w]))(w), nf4().materialise() @ X)
+    first, *_ = w
+    _close(first.value.materialise(), nf4().materialise()[0])
+    vector = _hi(ql.arrays.named.NamedArray(X[:3], ("in",)))
+    number = _hi(ql.arrays.named.NamedArray(X[0], ()))
+    assert len(transform(list)(vector)) == 3
+    for ask, message in [
+        (len, r"len\(\) of an array without axes"),
+        (list, "iteration over an array without axes"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            transform(ask)(number)
+
+
+def test_copies():
+    w = _hi(nf4())
+    for copied in (copy.copy(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert type(copied) is type(w)
+        assert jax.typeof(copied) == jax.typeof(w)
+        np.testing.assert_array_equal(copied.value.codes, w.value.codes)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_operators_of_one_operand(transform):
+    w, array = _hi(ql.arrays.named.NamedArray(normal(3), ("in",))), normal(3)
+    for op in (operator.neg, operator.pos, abs, round):
+        _close(transform(op)(w).value.materialise(), op(array))
+    for found, expected in zip(transform(lambda w: divmod(w, 2.0))(w), divmod(array, 2.0), strict=True):
+        _close(found.value.materialise(), expected)
+
+
+def test_arrays_on_the_left():
+    w, x = _hi(nf4()), normal(3, 8)
+    for found in (x @ w, np.asarray(x) @ w, jax.jit(lambda w: x @ w)(w), jax.jit(lambda x: x @ w)(x)):
+        _close(found, x @ nf4().materialise())
+    _close(jax.jit(ql.hijax.quaxify(jnp.matmul))(x, w), x @ nf4().materialise())
 
 
 @pytest.mark.quick("NF4Array")

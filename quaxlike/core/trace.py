@@ -217,9 +217,10 @@ class QuaxTrace(jax.core.Trace):
         compat.set_trace(self.parent_trace)
         self.in_rule = True
         try:
-            out = NotImplemented if plain else self.try_rules(tuple(key), unwrapped, params)
-            if out is NotImplemented:
+            if plain:
                 out = self.fallback(primitive, unwrapped, params)
+            else:
+                out = self.dispatch_key(tuple(key), unwrapped, params)
         finally:
             self.in_rule = within
             compat.set_trace(before)
@@ -227,6 +228,9 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types."""
+        if getattr(key[0], "family", "") == "defined":
+            # These also have parameters that are just for JAX's caches.
+            params = key[0].plain_params(params)
         out = self.try_rules(key, operands, params)
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 

@@ -9,6 +9,7 @@ import abc
 import contextlib
 import contextvars
 import functools
+import inspect
 import operator
 import os
 import warnings
@@ -30,6 +31,7 @@ from ..core.policy import dense, dense_operands, map_values
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
+from ..core.statics import type_of
 from ..core.values import ArrayValue, is_value, materialise, replace_fields
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .eformer import AvalHook, Flattening, PostInit
@@ -197,8 +199,12 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """Changes the dtype. The result of `materialize()` will then be cast to this dtype."""
-        return replace_fields(self, _declared=self._declared.with_dtype(dtype))
+        """Changes the dtype. The result of `materialize()` will then be cast to this dtype.
+
+        If an earlier dtype has fewer numbers then it is cast to that one first. Handlers don't know about
+        this, so such an array is materialised instead.
+        """
+        return replace_fields(self, _declared=self._declared.cast(dtype))
 
     if not TYPE_CHECKING:
 
@@ -211,9 +217,9 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     def follows_rules(self) -> bool:
         """Returns whether we can use handlers for this. (They are written for a single array rather than for
-        a stack.)
+        a stack, and they don't know about earlier casts.)
         """
-        return not is_stack(self)
+        return not is_stack(self) and not self._declared.casts
 
     def leading_axis(self) -> Any:
         if not is_stack(self):
@@ -224,8 +230,13 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         )
 
     def materialise(self) -> jax.Array:
-        out = materialize_nested(self, full=True)
-        return out if out.dtype == self.dtype else out.astype(self.dtype)
+        x, dtypes = self, [*self._declared.casts, self.dtype]
+        if self._declared.casts:
+            x = replace_fields(self, _declared=self._declared.with_dtype(dtypes[0]))
+        out = materialize_nested(x, full=True)
+        for dtype in dtypes:
+            out = out if out.dtype == dtype else out.astype(dtype)
+        return out
 
     @property
     def on_materialise(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -241,18 +252,19 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
             if out is not NotImplemented:
                 note("with operands swapped")
                 return out
-        inherited = ImplicitArray.default_handler.__func__
-        kinds = [type(x) for x in values if isinstance(x, ImplicitArray)]
-        own = [kind for kind in dict.fromkeys(kinds) if kind.default_handler.__func__ is not inherited]
+        implicit = [x for x in values if isinstance(x, ImplicitArray)]
+        # Look this up on instances, so that it can be a static method or an ordinary one as well.
+        own = {type(x): x.default_handler for x in reversed(implicit) if _has_default_handler(type(x))}
         if len(own) > 1:
-            names = ", ".join(kind.__name__ for kind in own)
+            names = ", ".join(kind.__name__ for kind in reversed(own))
             raise TypeError(
                 f"No handler for `{primitive}` matches, and its operands {names} each have a "
                 "`default_handler`. Register a handler for this combination of types."
             )
         token = _unhandled.set(values)
         try:
-            return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
+            handler = next(iter(own.values()), ImplicitArray.default_handler)
+            return handler(primitive, *values, params=params)
         finally:
             _unhandled.reset(token)
 
@@ -277,6 +289,12 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
 
 OriginArray.register(ImplicitArray)
+
+
+def _has_default_handler(cls: type) -> bool:
+    inherited = inspect.getattr_static(ImplicitArray, "default_handler")
+    return inspect.getattr_static(cls, "default_handler") is not inherited
+
 
 # Whilst a default handler is running, these are the operands for which no handler was found.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
@@ -394,17 +412,34 @@ _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_trace
 
 def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
     leaves, treedef = jtu.tree_flatten(x)
-    avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+    avals = tuple(map(_leaf_type, leaves))
     if (treedef, avals) in _traced.get():
         raise UninitializedAval(
             f"{type(x).__name__}.materialize() reads `self.{what}`, which nothing else determines. Pass "
             f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
         )
-    return _trace_materialize(treedef, avals, jax.config.jax_enable_x64)
+    return _trace_materialize(treedef, _static_types(treedef), avals, jax.config.jax_enable_x64)
+
+
+def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
+    # A number has a weak type, so that a product with it has the dtype of the other factor.
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        dtype, weak_type = leaf.dtype, bool(leaf.weak_type)
+    else:
+        dtype, weak_type = jax.dtypes.result_type(leaf, return_weak_type_flag=True)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=weak_type)
+
+
+def _static_types(treedef: Any) -> Any:
+    """Returns the types of the static fields. Tree structures are equal even if these differ (2 and 2.0)."""
+    data = treedef.node_data()
+    if data is None:  # a leaf
+        return None
+    return type_of(data[1]), tuple(map(_static_types, treedef.children()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
+def _trace_materialize(treedef: Any, static_types: Any, avals: tuple[Any, ...], x64: bool) -> Any:
     token = _traced.set(_traced.get() | {(treedef, avals)})
     try:
         with probing():

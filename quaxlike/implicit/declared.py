@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Declared:
     ndims: tuple[int, ...] = ()  # the number of axes of each field, not counting the shared ones
     shared: int = 0  # the number of shared axes
     dtype: Any = None
+    casts: tuple[Any, ...] = ()  # dtypes to which it was cast before, if this makes a difference
 
     @staticmethod
     def of(shape: Sequence[int], dtype: Any, fields: Sequence[tuple[int, ...]]) -> "Declared":
@@ -32,7 +34,15 @@ class Declared:
         return Declared(shape[n:], tuple(len(s) - n for s in fields), n, dtype)
 
     def with_dtype(self, dtype: Any) -> "Declared":
-        return dataclasses.replace(self, dtype=canonical_dtype(dtype))
+        return dataclasses.replace(self, dtype=canonical_dtype(dtype), casts=())
+
+    def cast(self, dtype: Any) -> "Declared":
+        """Returns the result of `astype`, which remembers the dtype that it was cast from."""
+        dtype = canonical_dtype(dtype)
+        casts = self.casts if self.dtype is None else (*self.casts, self.dtype)
+        while casts and _includes(casts[-1], dtype):
+            casts = casts[:-1]
+        return dataclasses.replace(self, dtype=dtype, casts=casts)
 
     def shape_of(self, fields: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         assert self.shape is not None
@@ -43,6 +53,16 @@ class Declared:
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
         """Returns how many leading axes each field has due to stacking."""
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
+
+
+def _includes(wide: Any, narrow: Any) -> bool:
+    """Returns whether a cast to `narrow` has the same result if we first cast to `wide`."""
+    if wide == narrow:
+        return True
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
+        return False
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
 
 
 def canonical_dtype(dtype: Any) -> Any:

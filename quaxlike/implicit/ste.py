@@ -92,7 +92,8 @@ def _through(y: Any, x: Any) -> Any:
         x = jnp.asarray(materialise(x))
         return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
-        return y  # in this case nothing is being differentiated, so we don't have to do anything
+        # In this case `x` isn't being differentiated. But `fn` might have closed over something that is.
+        return jax.lax.stop_gradient(y)
     return _graft(y, jnp.asarray(materialise(x)))
 
 
@@ -132,6 +133,15 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
 
     def compute_dtype(self) -> Any:
         return jax.typeof(self.value).dtype
+
+    def astype(self, dtype: Any) -> Any:
+        # Cast both, because the Value's handlers are called with `value`.
+        if isinstance(self.value, ImplicitArray):
+            value = self.value.astype(dtype)
+        else:
+            value = quaxify(lambda x: jax.lax.convert_element_type(x, dtype))(self.value)
+        array = self.array.astype(dtype)
+        return StraightThrough(value, array) if is_value(value) else _graft(value, array)
 
     def leading_axis(self) -> Any:
         return leading_axes([(self.value, True), (self.array, True)])

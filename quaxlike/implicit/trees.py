@@ -1,6 +1,7 @@
 """Versions of the `jax.tree` functions that treat Values as leaves, and some functions for nested Values."""
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -35,21 +36,45 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
 
     **Returns:**
 
-    A version of `base_fn`. Callers can still pass `is_leaf=` (or `new_is_leaf=`) to specify further leaves.
+    A version of `base_fn`. Callers can still pass `is_leaf` (or `new_is_leaf=`) to specify further leaves.
     """
+
+    position = _position_of_is_leaf(base_fn)
 
     @functools.wraps(base_fn)
     def combined(
         *args: Any,
-        is_leaf: Callable[[Any], bool] | None = None,
-        new_is_leaf: Callable[[Any], bool] | None = None,
+        is_leaf: Callable[..., bool] | None = None,
+        new_is_leaf: Callable[..., bool] | None = None,
         **kwargs: Any,
     ) -> Any:
-        predicates = [p for p in (always, is_leaf, new_is_leaf) if p is not None]
-        return base_fn(*args, is_leaf=lambda x: any(p(x) for p in predicates), **kwargs)
+        # By position, it may be followed by other arguments.
+        before, given, after = args, (is_leaf, new_is_leaf), ()
+        if position is not None and len(args) > position:
+            if is_leaf is not None:
+                raise TypeError(f"{base_fn.__name__}() got multiple values for argument 'is_leaf'")
+            before, given, after = args[:position], (args[position], new_is_leaf), args[position + 1 :]
+        predicates = [p for p in given if p is not None]
+
+        def is_any_leaf(*node: Any) -> bool:  # with `is_leaf_takes_path`, this is called with a path as well
+            return always(node[-1]) or any(p(*node) for p in predicates)
+
+        if after:
+            return base_fn(*before, is_any_leaf, *after, **kwargs)
+        return base_fn(*before, is_leaf=is_any_leaf, **kwargs)
 
     always = is_leaf
     return combined
+
+
+def _position_of_is_leaf(fn: Callable[..., Any]) -> int | None:
+    """Returns the position of a function's parameter `is_leaf`. This is None if it's keyword-only."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # e.g. a built-in function
+        return None
+    known = "is_leaf" in parameters and parameters["is_leaf"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return list(parameters).index("is_leaf") if known else None
 
 
 tree_map_with_implicit = combine_leaf_predicate(jtu.tree_map, leaf_predicate)

@@ -155,6 +155,7 @@ def kernel_primitive(
         return choice.run(*operands, **params)
 
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
+        params = primitive.plain_params(params)
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
             params["backend"] = "reference"  # The native library might not be installed on other machines.
@@ -192,7 +193,7 @@ def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.Shap
         # support this, so fall back to tracing.
         if any(aval != jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type) for aval in avals):
             return traced(*avals, **params)
-        out = result(*avals, **params)
+        out = result(*avals, **primitive.plain_params(params))
         return jax.core.ShapedArray(out.shape, out.dtype), no_effects
 
     primitive.def_effectful_abstract_eval(abstract_eval)

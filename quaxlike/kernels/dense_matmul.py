@@ -123,6 +123,7 @@ def _lower_on_cpu(
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)
+    params = context.primitive.plain_params(params)
     return compat.lower_unvaried(rule, context, *operands, **params)
 
 

@@ -57,7 +57,7 @@ class Op:
 
     def rule(self, slot: str) -> Callable[..., Any]:
         """Returns a rule of the primitive, to which this equation's parameters have already been applied."""
-        return self.plain_rule(slot, **self.eqn.params)
+        return self.plain_rule(slot, **self.primitive.plain_params(self.eqn.params))
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
         """Returns a rule of the primitive. If this rule raises an error then the error message will mention

@@ -236,7 +236,7 @@ class Step:
             if not isinstance(primitive, ETPPrimitive):
                 refuse_hidden_ops(eqn)
                 continue
-            weights = get_trainable_invars(primitive, eqn.params)
+            weights = get_trainable_invars(primitive, primitive.plain_params(eqn.params))
             if not any(trained.get(eqn.invars[j], False) for j in weights.values()):
                 continue
             for key, j in weights.items():

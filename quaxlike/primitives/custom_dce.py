@@ -6,11 +6,13 @@ would therefore be a leak. So beforehand we extract all tracers from closures an
 put the new values back in when the rule is called.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -164,8 +166,9 @@ class custom_dce(Generic[_P, _T]):
         try:
             bound = inspect.signature(self.fun).bind(*args, **kwargs)
             bound.apply_defaults()
-            if bound.kwargs:
-                raise TypeError(f"{', '.join(bound.kwargs)} can be given by keyword only")
+            # Their defaults are fine, as the function itself has these.
+            if passed := [name for name in bound.kwargs if name in kwargs]:
+                raise TypeError(f"{', '.join(passed)} can be given by keyword only")
         except TypeError as error:
             raise TypeError(
                 f"the arguments of the custom_dce function {self.name} cannot be made positional: {error}"
@@ -186,7 +189,7 @@ class custom_dce(Generic[_P, _T]):
             positions.append(i % len(args))
         statics = {i: args[i] for i in positions}
         for i, static in statics.items():
-            if any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(static)):
+            if any(isinstance(leaf, Tracer) for leaf in _leaves(static)):
                 raise UnexpectedTracerError(
                     f"argument {i} of custom_dce function {self.name} is static (static_argnums="
                     f"{self.static_argnums}) and holds a tracer, {static!r}; arrays cannot be static"
@@ -365,6 +368,8 @@ def _tracing(identity: object, refused: frozenset[Used]) -> Iterator[None]:
 
 
 def _is_array(x: Any) -> bool:
+    if isinstance(x, type):  # it might have `__jax_array__`, but only for its instances
+        return False
     try:
         jax.typeof(x)
     except TypeError:
@@ -419,7 +424,22 @@ def becomes_array(x: Any) -> bool:
     """Returns whether `x` (which might be a tree) can be converted to an array. (A type can opt out by
     setting `__jax_array__` to None.)
     """
-    return getattr(x, "__jax_array__", None) is not None
+    return not isinstance(x, type) and getattr(x, "__jax_array__", None) is not None
+
+
+def _sorts_keys(x: Any) -> bool:
+    """Returns whether JAX sorts the keys of `x`. This raises an error if they can't be compared. What isn't
+    traced can have any keys, so there we look into dictionaries ourselves.
+    """
+    return type(x) in (dict, collections.defaultdict)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    for leaf in jtu.tree_leaves(tree, is_leaf=_sorts_keys):
+        if _sorts_keys(leaf):
+            yield from itertools.chain.from_iterable(map(_leaves, leaf.values()))
+        else:
+            yield leaf
 
 
 class _Copy:
@@ -435,9 +455,13 @@ class _Copy:
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, value: Any) -> Any:
-        return jtu.tree_map(self._leaf, value, is_leaf=becomes_array)
+        return jtu.tree_map(self._leaf, value, is_leaf=lambda x: becomes_array(x) or _sorts_keys(x))
 
     def _leaf(self, x: Any) -> Any:
+        if _sorts_keys(x):
+            new = copy.copy(x)
+            new.update({key: self.tree(item) for key, item in x.items()})
+            return new
         if id(x) in self._copies:
             return self._copies[id(x)][1]
         if isinstance(x, types.FunctionType):

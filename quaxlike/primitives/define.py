@@ -17,9 +17,8 @@ from .primitive import DefinedPrimitive, Rules, where
 _lock = threading.Lock()
 _defined: dict[str, DefinedPrimitive] = {}
 
-# The first two are our own parameters. The last is an argument to JAX's `apply_primitive`, and would clash
-# with it.
-_RESERVED = ("in_tree", "forms", "prim")
+# These are our own parameters, and an argument to JAX's `apply_primitive`, which would clash with it.
+_RESERVED = ("in_tree", "forms", "param_types", "prim")
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
 

@@ -14,7 +14,8 @@ from jax.extend.core import mapped_aval
 from jax.interpreters import ad
 
 from .forms import Arrays, Batching, Jvp, Params, Transpose, Vjp, is_zero, merge, split, zero_tangent
-from .primitive import DefinedPrimitive, unflatten, without_form, without_tree
+from .parameters import unflatten, without_form, without_tree
+from .primitive import DefinedPrimitive
 
 _LEAF = jtu.tree_structure(0)
 

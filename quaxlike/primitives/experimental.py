@@ -112,6 +112,7 @@ def _cost(p: DefinedPrimitive, ctx: Any, *_: Any, **params: Any) -> Any:
     assert roofline is not None
     operands = ctx.avals_in
     by_hand = p.slot("flops")
+    params = p.plain_params(params)
     flops = by_hand(*operands, **params) if by_hand.registered else _flops_of(p.jaxpr(operands, params))
     size = roofline.RooflineShape.total_bytes
     moved = 0 if ctx.pin_lhs_in_vmem else size(operands[:1]) + size(ctx.avals_out)

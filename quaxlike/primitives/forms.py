@@ -7,7 +7,7 @@ implementation.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax.core import ShapedArray
@@ -54,6 +54,7 @@ class Jvp:
     them), and finally the tangents.
     """
 
+    name: ClassVar[str] = "jvp"
     nonzero: tuple[bool, ...]
     """For each operand of the parent, whether we have a tangent for it."""
     outputs: tuple[bool, ...]
@@ -82,6 +83,7 @@ class Vjp:
     The operands are the primals of the parent, followed by the cotangents of its results.
     """
 
+    name: ClassVar[str] = "vjp"
     nonzero: tuple[bool, ...]
     """For each operand of the parent, whether to compute its cotangent."""
     cotangents: tuple[bool, ...]
@@ -100,6 +102,7 @@ class Transpose:
     The operands are the parent's other operands, followed by the cotangents of its results.
     """
 
+    name: ClassVar[str] = "transpose"
     linear: tuple[ShapedArray | None, ...]
     """For each operand of the parent, its type if it is linear and we should compute its cotangent, otherwise
     None.
@@ -126,6 +129,7 @@ class Transpose:
 class Batching:
     """The form of a primitive that maps its parent over an axis. Every result has this axis at the front."""
 
+    name: ClassVar[str] = "batch"
     dims: tuple[int | None, ...]
     size: Any
     axis_name: Hashable = None

@@ -2,7 +2,7 @@
 
 JAX transforms require that a primitive's parameters are static and hashable, and that its operands are flat.
 So we store the tree structure in a parameter `in_tree` and any forms in a parameter `forms`. Neither are
-passed on to rules.
+passed on to rules. Nor is the parameter `param_types`, see `parameters.py`.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax.interpreters import mlir, xla
 
 from ..core import compat
 from .forms import Batching, Flat, Form, Jvp, Params, Transpose, Vjp, symbolic_tangents
+from .parameters import unflatten, with_types, without_form, without_tree, without_types
 from .partitioning import Partitioning
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -144,7 +145,7 @@ class DefinedPrimitive(Primitive):
         self.rules = rules
         self._install = install
         self.parent = parent
-        self.form = None if form is None else form.__name__.lower()
+        self.form = None if form is None else form.name
         self._impls = impls
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
@@ -190,11 +191,15 @@ class DefinedPrimitive(Primitive):
 
     def bind(self, *args: Any, **params: Any) -> Any:
         try:
-            return super().bind(*args, **params)
+            return super().bind(*args, **with_types(params))
         except TypeError:
             for name, value in params.items():
                 self._check_param(name, value)
             raise
+
+    def plain_params(self, params: Params) -> Params:
+        """Returns an equation's parameters without `param_types`."""
+        return without_types(params)
 
     @property
     def root(self) -> "DefinedPrimitive":
@@ -234,20 +239,20 @@ class DefinedPrimitive(Primitive):
         with _lock:
             return self._slots.setdefault(name, Slot(self.name, name))
 
-    def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    def jaxpr(self, avals: Sequence[Any], params: Params) -> Any:
         """Returns the jaxpr that implements this primitive. It has flat operands."""
-        return self._trace((None, _sorted_items(params)), *avals)
+        return self._trace((None, _static_items(params)), *avals)
 
-    def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
+    def results_tree(self, avals: Iterable[Any], params: Params) -> Any:
         """Returns the tree structure of the result, given the types of the flat operands."""
-        return self._results_tree(tuple(avals), _sorted_items(params))
+        return self._results_tree(tuple(avals), _static_items(params))
 
     def nonzero_tangents(
-        self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
+        self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Params
     ) -> tuple[bool, ...]:
         """Returns which results can have nonzero tangents, if only the `nonzero` operands do."""
         tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
-        _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
+        _, out = self._trace_tangents((None, _static_items(params)), nonzero, list(avals), tangents)
         return tuple(tangent is not None for tangent in out)
 
     def _evaluate_flat(self, static: _Static, *operands: Any) -> list[Any]:
@@ -272,7 +277,7 @@ class DefinedPrimitive(Primitive):
                 # not be differentiable, so always use the default implementation for derivatives.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
-                    f"{self.name}.{form.__name__.lower()}",
+                    f"{self.name}.{form.name}",
                     impls,
                     multiple_results=True,
                     rules=Rules(),
@@ -309,7 +314,7 @@ class DefinedPrimitive(Primitive):
         return fn
 
     def _evaluate_on(self, platform: str | None, /, *operands: Any, **params: Any) -> Any:
-        fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
+        fn = functools.partial(self._evaluate_flat, (platform, _static_items(params)))
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
         if jax.sharding.get_abstract_mesh().manual_axes:
@@ -326,7 +331,7 @@ class DefinedPrimitive(Primitive):
                 )
         return out if self.multiple_results else out[0]
 
-    def _partitioning_of(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Partitioning | None:
+    def _partitioning_of(self, avals: Sequence[Any], params: Params) -> Partitioning | None:
         if self.parent is None:
             if self._partitioning is None or isinstance(self._partitioning, Partitioning):
                 return self._partitioning
@@ -390,8 +395,8 @@ def _flat_tree(num_leaves: int) -> Any:
     return jtu.tree_structure((0,) * num_leaves)
 
 
-def _sorted_items(params: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    return tuple(sorted(params.items()))
+def _static_items(params: Params) -> tuple[tuple[str, Hashable], ...]:
+    return tuple(sorted(with_types(params).items()))
 
 
 def _short(avals: Sequence[Any]) -> str:
@@ -403,21 +408,3 @@ def where(fn: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
-# When calling a rule, we remove `forms` and `in_tree` from its parameters, and unflatten its operands.
-
-
-def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:
-    *below, form = params["forms"]
-    rest = {name: value for name, value in params.items() if name != "forms"}
-    return form, ({**rest, "forms": tuple(below)} if below else rest)
-
-
-def without_tree(params: Mapping[str, Any]) -> tuple[Any, Params]:
-    static = {name: value for name, value in params.items() if name != "in_tree"}
-    return params.get("in_tree"), static
-
-
-def unflatten(in_tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(leaves) if in_tree is None else jtu.tree_unflatten(in_tree, leaves)

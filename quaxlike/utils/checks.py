@@ -1,5 +1,6 @@
 """Guards that raise an error if a function is traced or differentiated."""
 
+import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -45,7 +46,7 @@ def is_traced(x: Any) -> bool:
                 print(float(loss))
         ```
     """
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+    return any(isinstance(leaf, Tracer) for leaf in _leaves(x))
 
 
 @checked
@@ -109,12 +110,27 @@ def _forbid_tracers(x: Any, name: str, where: str) -> None:
 
 
 def _leaves_and_captures(x: Any, seen: set[int]) -> Iterator[Any]:
-    for leaf in jax.tree.leaves(x):
+    for leaf in _leaves(x):
         yield leaf
         # Track what we've already seen, because functions can capture each other in a cycle.
         if callable(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield from _leaves_and_captures(_captures(leaf), seen)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    # JAX sorts the keys of dictionaries, and raises an error if they can't be compared. A function that isn't
+    # traced can be passed anything, so look into them ourselves.
+    for leaf in jax.tree.leaves(x, is_leaf=_sorts_keys):
+        if _sorts_keys(leaf):
+            for item in leaf.values():
+                yield from _leaves(item)
+        else:
+            yield leaf
+
+
+def _sorts_keys(x: Any) -> bool:
+    return type(x) in (dict, collections.defaultdict)
 
 
 def _captures(fn: Any) -> list[Any]:

@@ -50,8 +50,9 @@ class Lens(Generic[_S, _T]):
         """Returns a copy of `obj` in which this part is `value`. The original object is left unchanged.
 
         Any dataclasses along the path are rebuilt using `dataclasses.replace`, so that their `__post_init__`
-        is called. This isn't possible if the `__init__` was handwritten (we don't know what arguments it
-        expects), so in this case we make a shallow copy instead.
+        is called. Fields with `init=False` keep their values if it doesn't set them. This isn't possible if
+        the `__init__` was handwritten (we don't know what arguments it expects), so in this case we make a
+        shallow copy instead. If it takes an `InitVar` without a default then a `TypeError` is raised.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
@@ -116,10 +117,37 @@ def _with_attribute(obj: Any, name: str, value: Any) -> Any:
             f"{type(obj).__name__} is not one. Set what contains it."
         )
     if field.init and obj.__dataclass_params__.init:
-        return dataclasses.replace(obj, **{name: value})
+        return _rebuilt(obj, name, value)
     new = copy.copy(obj)
     object.__setattr__(new, name, value)
     return new
+
+
+def _rebuilt(obj: Any, name: str, value: Any) -> Any:
+    cls = type(obj)
+    for other in cls.__dataclass_fields__.values():
+        is_init_var = other._field_type is dataclasses._FIELD_INITVAR  # pyright: ignore
+        if is_init_var and other.default is dataclasses.MISSING:
+            raise TypeError(
+                f"A lens cannot set {name!r} of {cls.__name__}, whose `__init__` also takes {other.name!r}, "
+                "an InitVar: instances don't keep it. Use "
+                f"`dataclasses.replace(obj, {name}=…, {other.name}=…)`."
+            )
+    new = dataclasses.replace(obj, **{name: value})
+    # This doesn't pass on any fields with `init=False`. So keep their values, unless `__post_init__` has
+    # computed new ones.
+    computes = hasattr(cls, "__post_init__")
+    for other in dataclasses.fields(obj):
+        if not other.init and _is_set(obj, other.name) and not (computes and _is_set(new, other.name)):
+            object.__setattr__(new, other.name, getattr(obj, other.name))
+    return new
+
+
+def _is_set(obj: Any, name: str) -> bool:
+    """Returns whether an instance has a value for a field, as opposed to just its class having a default."""
+    if hasattr(obj, "__dict__") and name not in vars(obj):
+        return False
+    return hasattr(obj, name)
 
 
 def _with_item(obj: Any, key: Any, value: Any) -> Any:
@@ -229,6 +257,8 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
         # Python looks in the instance dictionary first, so if we get here then the field hasn't been set.
         if instance is not None:
+            if self.default is not dataclasses.MISSING:  # as an ordinary field has it on its class
+                return self.default
             raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
         # Despite what the type stubs claim, the name is initially `None`.
         if cast("str | None", self.name) is None:

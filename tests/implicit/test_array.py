@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -122,6 +123,35 @@ class TestShapeAndDtype:
         assert field.metadata["static"]
         assert field.default == 8
         assert len(jax.tree.leaves(Codes.quantize(normal(2, 3)))) == 2
+
+    def test_static_fields_that_compare_equal(self):
+        class Scaled(ImplicitArray, warn_on_materialize=False):
+            codes: jax.Array
+            scale: Any = aux_field()
+
+            def materialize(self):
+                scale = jnp.asarray(self.scale[0])
+                return self.codes.astype(scale.dtype) * scale
+
+        def of(scale):
+            return Scaled(jnp.ones(1, jnp.int8), (scale,))
+
+        assert (of(2).dtype, of(2.0).dtype) == (jnp.int32, jnp.float32)
+        assert of(2.0).materialise().dtype == jnp.float32
+
+    @pytest.mark.parametrize("promotion", ["standard", "strict"])
+    def test_numbers_have_weak_types(self, promotion):
+        class Scaled(ImplicitArray, warn_on_materialize=False):
+            array: jax.Array
+            scale: float
+
+            def materialize(self):
+                return self.array * self.scale
+
+        with jax.numpy_dtype_promotion(promotion):
+            x = Scaled(jnp.ones(3, jnp.bfloat16), 2.0)
+            assert x.dtype == x.materialise().dtype == jnp.bfloat16
+            assert jax.eval_shape(lambda x: x, x).dtype == jnp.bfloat16
 
     def test_it_is_an_array(self):
         assert issubclass(ImplicitArray, OriginArray)
@@ -276,6 +306,38 @@ class TestAstype:
     def test_under_jit(self):
         x = Codes.quantize(normal(4, 3))
         assert jax.jit(lambda x: x.astype(jnp.bfloat16))(x).dtype == jnp.bfloat16
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_earlier_casts_count(self, wrap):
+        class Plain(ImplicitArray, warn_on_materialize=False):
+            array: jax.Array
+
+            def materialize(self):
+                return self.array
+
+        x, f16, f32 = Plain(jnp.float32(1.2345678)), jnp.float16, jnp.float32
+
+        def cast(x, *dtypes):
+            for dtype in dtypes:
+                x = x.astype(dtype)
+            return x
+
+        for dtypes in [(jnp.int32, f32), (f16, f32), (jnp.int32, bool, f32), (f16, f32, f16), (f32, f16)]:
+            y = wrap(lambda x, dtypes=dtypes: cast(x, *dtypes))(x)
+            assert isinstance(y, Plain)
+            expected = cast(x.array, *dtypes)
+            for found in (y.materialise(), implicit(jnp.abs)(y)):
+                np.testing.assert_array_equal(found, jnp.abs(expected), strict=True)
+        assert jax.tree.structure(cast(x, f32, f16, f32, f16)) == jax.tree.structure(cast(x, f16))
+
+    def test_handlers_do_not_skip_an_earlier_cast(self):
+        x, half = normal(2, 4), Codes.quantize(normal(4, 3)).astype(jnp.float16)
+        with ql.on_materialise("error"):
+            implicit(jnp.matmul)(x.astype(jnp.float16), half)
+            with pytest.raises(ql.MaterialisationError, match="Codes would be made dense"):
+                implicit(jnp.matmul)(x, half.astype(jnp.float32))
+        found = implicit(jnp.matmul)(x, half.astype(jnp.float32))
+        np.testing.assert_array_equal(found, x @ half.materialise().astype(jnp.float32))
 
 
 class Outer(ImplicitArray, warn_on_materialize=False):
@@ -439,6 +501,21 @@ class TestDefaultHandlers:
         assert out == "sin"
         with pytest.raises(TypeError, match=r"`add` matches, and its operands Wild, Wilder each have a"):
             implicit(jax.lax.add)(Wild(jnp.ones(3)), Wilder(jnp.ones(3)))
+
+    @pytest.mark.parametrize("kind", ["static", "plain"])
+    def test_static_and_plain_methods(self, kind):
+        class Static(Bare):
+            @staticmethod
+            def default_handler(primitive, *args, params=None):
+                return primitive.bind(args[0].array, **params)
+
+        class Plain(Bare):
+            def default_handler(self, primitive, *args, params=None):
+                assert self is args[0]
+                return primitive.bind(self.array, **params)
+
+        cls = Static if kind == "static" else Plain
+        np.testing.assert_array_equal(implicit(jax.lax.neg)(cls(jnp.ones(3))), -jnp.ones(3))
 
 
 @pytest.mark.slow

@@ -80,6 +80,13 @@ class TestArrays:
 
         np.testing.assert_array_equal(jax.grad(run)(W, 2, sign=-1), jnp.ones_like(W))
 
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+    def test_what_is_closed_over_has_no_gradient(self, wrap):
+        loss = wrap(lambda s, w: ste(lambda w: jnp.round(w / s) * s)(w).sum())
+        s_grad, w_grad = jax.grad(loss, (0, 1))(0.7, W)
+        assert jax.grad(loss)(0.7, W) == s_grad == 0.0
+        np.testing.assert_array_equal(w_grad, jnp.ones_like(W))
+
     def test_python_scalars(self):
         assert jax.grad(ste(jnp.round))(1.4) == 1.0
 
@@ -125,6 +132,20 @@ class TestArrays:
 
 class TestValues:
     """Of functions that return a Value."""
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_casts(self, wrap):
+        def through(dtype, w):
+            q = quantize(w).astype(dtype)
+            assert (type(q), q.dtype) == (type(quantize(w)), dtype)
+            return ql.materialise(q.astype(jnp.float32))
+
+        for dtype, slope in [(jnp.float16, 1), (jnp.int32, 0)]:
+            f = wrap(functools.partial(through, dtype))
+            cast = Codes.quantize(W).astype(dtype).materialise()
+            np.testing.assert_array_equal(f(W), cast.astype(jnp.float32))
+            grad = jax.grad(lambda w, f=f: f(w).sum())(W)
+            np.testing.assert_array_equal(grad, jnp.full_like(W, slope))
 
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_passes_for_the_value(self, wrap):

@@ -62,6 +62,21 @@ class TestTrees:
         leaves = qi.tree_leaves_with_implicit(tree, **{name: lambda x: isinstance(x, tuple)})
         assert [type(x) for x in leaves] == [Codes, tuple]
 
+    def test_more_leaves_by_position(self):
+        tree = {"a": _codes(), "b": (1, 2)}
+        is_pair = lambda x: isinstance(x, tuple)
+        leaves, structure = qi.tree_flatten_with_implicit(tree, is_pair)
+        assert [type(x) for x in leaves] == [Codes, tuple]
+        assert qi.tree_structure_with_implicit(tree, is_pair) == structure
+        assert list(map(type, qi.tree_leaves_with_implicit(tree, is_pair))) == [Codes, tuple]
+        paths, _ = qi.tree_flatten_with_path_with_implicit(tree, is_pair)
+        assert [type(x) for _, x in paths] == [Codes, tuple]
+        at_b = lambda path, x: jax.tree_util.keystr(path) == "['b']"
+        paths, _ = qi.tree_flatten_with_path_with_implicit(tree, at_b, True)
+        assert [type(x) for _, x in paths] == [Codes, tuple]
+        with pytest.raises(TypeError, match=r"tree_leaves\(\) got multiple values for argument 'is_leaf'"):
+            qi.tree_leaves_with_implicit(tree, is_pair, is_leaf=is_pair)
+
     def test_the_predicate(self):
         assert qi.leaf_predicate(_codes())
         assert not qi.leaf_predicate(X)

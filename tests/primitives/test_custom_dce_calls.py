@@ -1,5 +1,6 @@
 """custom_dce: how functions and rules are called, what they may return, and what is refused."""
 
+import collections
 import copy
 from functools import partial
 
@@ -68,6 +69,55 @@ def test_keywords_and_defaults_become_positions():
     np.testing.assert_allclose(jax.jit(lambda x: f(z=1.0, x=x)[1])(X), jnp.exp(X), rtol=1e-6)
     np.testing.assert_allclose(jax.jit(lambda x, y: f(x, y=y)[0])(X, Y), X * Y)
     assert "exp" not in live(lambda x, y: f(x, y=y)[0], X, Y)
+
+
+def test_defaults_that_have_no_position():
+    def scaled(x, *, by=3.0):
+        return x * by, jnp.exp(x)
+
+    for function in (scaled, partial(scaled, by=3.0)):
+        f = custom_dce(function)
+        f.def_dce(lambda used, x: (3 * x, None))
+        np.testing.assert_allclose(f(X)[0], 3 * X)
+        np.testing.assert_allclose(jax.jit(lambda x, f=f: f(x)[0])(X), 3 * X)
+        assert "exp" not in live(lambda x, f=f: f(x)[0], X)
+        with pytest.raises(TypeError, match="by can be given by keyword only"):
+            f(X, by=4.0)
+
+
+@pytest.mark.parametrize("keys", [(1, "a"), (None, "a")])
+@pytest.mark.parametrize("cls", [dict, partial(collections.defaultdict, list)])
+def test_keys_that_cannot_be_sorted(keys, cls):
+    tree = cls(zip(keys, (2.0, 3.0), strict=True))
+
+    def outer(x):
+        f = custom_dce(lambda x, tree: (x, jnp.exp(x)), static_argnums=1)
+        held = copy.copy(tree) | {0.5: [x]}
+
+        @f.def_dce
+        def _(tree, used, x, *, more=tree):
+            assert list(held) == [*keys, 0.5]
+            return held[0.5][0] * tree[keys[0]] * more[keys[1]], None
+
+        return f(x, tree)[0]
+
+    np.testing.assert_allclose(jax.jit(outer)(X), 6 * X)
+    f = custom_dce(lambda x, tree: (x, tree), static_argnums=1)
+    f.def_dce(lambda tree, used, x: (x, tree))
+    with pytest.raises(UnexpectedTracerError, match=r"argument 1 of custom_dce function .* is static"):
+        jax.jit(lambda x: f(x, tree | {0.5: [x]})[0])(X)
+
+
+def test_classes_of_objects_that_become_arrays():
+    class Constant:
+        value = 2.0
+
+        def __jax_array__(self):
+            return jnp.float32(self.value)
+
+    f = custom_dce(lambda x, cls: (x * cls(), jnp.exp(x)))
+    f.def_dce(lambda used, x, cls: (x * cls.value * Constant.value / 2, None))
+    np.testing.assert_allclose(jax.jit(lambda x: f(x, Constant)[0])(X), 2 * X)
 
 
 def test_methods():
@@ -298,8 +348,7 @@ def test_arguments_without_positions():
     ]:
         with pytest.raises(TypeError, match=f"custom_dce function f cannot be made positional: .*{message}"):
             f(1.0, **kwargs)
-    with pytest.raises(TypeError, match="z can be given by keyword only"):
-        jax.jit(lambda x: f(x, x))(1.0)
+    assert f(1.0, 2.0) == jax.jit(lambda x: f(x, 2.0))(1.0) == (1.0, 2.0)
 
 
 def test_structures_that_differ():

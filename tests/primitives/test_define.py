@@ -1,6 +1,8 @@
 """A defined primitive computes what its function does, and stays whole, under every transform."""
 
+import dataclasses
 from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -174,6 +176,7 @@ def test_derived_primitives_are_recognised():
         assert found.name == f"test_gate.{form}"
     (batched,) = (e for e in equations(jax.make_jaxpr(jax.vmap(f))(X[None])) if "forms" in e.params)
     assert batched.primitive is gate_p.batch_p
+    assert (batched.primitive.form, batched.primitive.name) == ("batch", "test_gate.batch")
     assert batched.params["power"] == 1
     assert gate_p.batch_p.jvp_p.root is gate_p
 
@@ -343,6 +346,76 @@ def test_retracing_is_memoised():
     for _ in range(3):
         grad(X)
     assert len(calls) == before
+
+
+class _Named(NamedTuple):
+    n: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    n: Any
+
+
+# Its results and its derivatives are multiples of a number that depends on the type.
+written_p = define_primitive("test_written", lambda x, *, n: x * len(repr(n)))
+BOTH = {
+    "eager": lambda f, g, x: (f(x), g(x)),
+    "jit": lambda f, g, x: jax.jit(lambda x: (f(x), g(x)))(x),
+    "grad": lambda f, g, x: (jax.grad(lambda x: f(x).sum())(x), jax.grad(lambda x: g(x).sum())(x)),
+    "vmap": lambda f, g, x: (jax.vmap(f)(x), jax.vmap(g)(x)),
+    "transposed": lambda f, g, x: (jax.linear_transpose(f, x)(x)[0], jax.linear_transpose(g, x)(x)[0]),
+}
+
+
+@pytest.mark.quick("values0-jit", "values0-grad", "values0-vmap", "values2-eager", "values5-jit")
+@pytest.mark.parametrize("transform", BOTH)
+@pytest.mark.parametrize(
+    "values",
+    [
+        (3, 3.0),
+        (1, True),
+        (0.0, -0.0),
+        (2.0, np.float32(2)),
+        ((1, (2,)), (1, (2.0,))),
+        ((2, 3), (2, 3.0)),
+        ((2,), _Named(2)),
+        (_Record(2), _Record(2.0)),
+        (frozenset([2]), frozenset([2.0])),
+    ],
+)
+def test_parameters_that_compare_equal_have_programs_of_their_own(transform, values):
+    n, m = values
+    assert n == m
+    found = BOTH[transform](partial(written_p, n=n), partial(written_p, n=m), X)
+    x = jnp.ones_like(X) if transform == "grad" else X
+    for out, value in zip(found, values, strict=True):
+        np.testing.assert_allclose(out, x * len(repr(value)), rtol=1e-6)
+
+
+def test_parameters_that_compare_equal_may_give_other_shapes():
+    p = define_primitive("test_other_shapes", lambda x, *, n: [x] * len(repr(n)), multiple_results=True)
+    f = lambda x: (p(x, n=1), p(x, n=True))
+    assert list(map(len, f(X))) == list(map(len, jax.eval_shape(f, X))) == [1, 4]
+
+
+def test_rules_have_the_parameters_as_they_were_given():
+    seen = []
+
+    def jvp(primals, tangents, **params):
+        seen.append(params)
+        return tangents[0]
+
+    def batching(size, operands, dims, **params):
+        seen.append(params)
+        return operands[0], dims[0]
+
+    p = define_primitive("test_params_of_rules", lambda x, *, n: x, jvp=jvp, batching=batching)
+    jax.jvp(partial(p, n=2.0), (X,), (X,))
+    jax.vmap(partial(p, n=True))(X)
+    assert [list(map(repr, params.items())) for params in seen] == [["('n', 2.0)"], ["('n', True)"]]
+    (eqn,) = jax.make_jaxpr(partial(p, n=2.0))(X).eqns
+    assert p.plain_params(eqn.params) == {"n": 2.0}
 
 
 # Each makes a function of a vector, with a vector of the same size for a result, of another one.

@@ -249,8 +249,9 @@ def test_names():
         define_primitive("dot_general", jnp.dot, replace=True)
     with pytest.raises(ValueError, match=r"must be an identifier, got 'a\.b'"):
         define_primitive("a.b", jnp.sin)
-    with pytest.raises(ValueError, match="has a parameter 'forms'"):
-        define_primitive("test_reserved", lambda x, forms: x)
+    for reserved in (lambda x, forms: x, lambda x, *, param_types: x):
+        with pytest.raises(ValueError, match=r"has a parameter '(forms|param_types)'"):
+            define_primitive("test_reserved", reserved)
 
 
 def _of_another_library(name):

@@ -135,6 +135,13 @@ def test_a_rule_is_found_by_the_primitive():
     assert jax.jit(f)(Tagged(X), Y).tag == "by rule"
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_rule_has_the_parameters_as_they_were_given(wrap):
+    for power in (2, 2.0):
+        out = ql.quaxify(wrap(partial(scale_p, power=power)))(Tagged(X), Y)
+        assert out.tag == "by rule"
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_without_a_rule_its_parts_are_dispatched(wrap):
     out = ql.quaxify(wrap(lambda x, y: scale_p(x, y, power=2)))(strict(X), Y)

@@ -1,3 +1,4 @@
+import collections
 import functools
 from typing import Any
 
@@ -45,7 +46,27 @@ def test_traced(transform, wrap):
     assert found == [True, False]
 
 
+@pytest.mark.parametrize(
+    "tree", [{1: 2, "a": 3}, {None: 1, "a": collections.defaultdict(list, {1: 2, "a": 3})}]
+)
+def test_keys_that_cannot_be_sorted(tree):
+    assert not is_traced(tree)
+    assert protected_keys(tree) == len(tree)
+
+    def f(x):
+        assert is_traced([{**tree, 0.5: [x]}])
+        return protected_keys({**tree, 0.5: [x]})
+
+    with pytest.raises(NotJaxCompatibleError, match="argument 0 holds"):
+        jax.jit(f)(X)
+
+
 # no_jax_tracing
+
+
+@no_jax_tracing
+def protected_keys(tree):
+    return len(tree)
 
 
 @no_jax_tracing

@@ -235,6 +235,68 @@ def test_set_checks_and_derives_as_construction_does():
     assert (changed.x, changed.double) == (1.0, 5.0)
 
 
+@pytest.mark.parametrize("slots", [False, True])
+def test_set_keeps_fields_that_init_does_not_take(slots):
+    @dataclass(slots=slots)
+    class Cached(HasLensFields):
+        x: LensField[float]
+        notes: LensField[list[Any]] = lens_field(init=False, default_factory=list)
+        count: LensField[int] = lens_field(init=False, default=0)
+
+    c = Cached(1.0)
+    assert (c.count, c.notes) == (0, [])
+    changed = Cached.x.set(Cached.notes.set(Cached.count.set(c, 5), ["a"]), 2.0)
+    assert (changed.x, changed.notes, changed.count) == (2.0, ["a"], 5)
+
+
+def test_set_keeps_fields_that_were_not_set_at_first():
+    @dataclass
+    class Cached(HasLensFields):
+        x: LensField[float]
+        cache: LensField[Any] = lens_field(init=False)
+
+    assert not hasattr(Cached.x.set(Cached(1.0), 2.0), "cache")
+    assert Cached.x.set(Cached.cache.set(Cached(1.0), 7), 2.0).cache == 7
+
+
+def test_set_keeps_fields_of_modules_that_init_does_not_take():
+    class Cached(HasLensFields, eqx.Module):
+        x: LensField[float]
+        cache: LensField[Any] = lens_field(init=False, default=None)
+
+    c = Cached.cache.set(Cached(1.0), 7)
+    assert (Cached(1.0).cache, Cached.x.set(c, 2.0).cache) == (None, 7)
+
+
+def test_a_default_without_init():
+    @dataclasses.dataclass
+    class Counted(HasLensFields):
+        x: LensField[float]
+        count: LensField[int] = lens_field(init=False, default=0)  # noqa: RUF009
+
+    c = Counted(1.0)
+    assert c.count == 0
+    c.count += 1
+    assert (c.count, Counted.count.get(c), Counted(1.0).count) == (1, 1, 0)
+
+
+def test_set_where_init_takes_what_instances_do_not_keep():
+    @dataclass
+    class Scaled(HasLensFields):
+        x: LensField[float]
+        by: dataclasses.InitVar[float]
+        scaled: LensField[float] = lens_field(init=False)
+
+        def __post_init__(self, by):
+            object.__setattr__(self, "scaled", by * self.x)
+
+    s = Scaled(1.0, 3.0)
+    with pytest.raises(TypeError, match="cannot set 'x' of Scaled, whose `__init__` also takes 'by'"):
+        Scaled.x.set(s, 2.0)
+    assert dataclasses.replace(s, x=2.0, by=3.0).scaled == 6.0  # as the message says
+    assert Scaled.scaled.set(s, 5.0).scaled == 5.0
+
+
 def test_set_where_init_is_written_by_hand():
     @dataclass
     class Custom(HasLensFields):

@@ -194,6 +194,7 @@ def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: A
     exported = context.module_context.lowering_parameters.for_export
     plain = exported or requested() == "reference"
     run = matmul_reference if plain else cpu.matmul
+    params = csr_matmul_p.plain_params(params)
     return mlir.lower_fun(run, multiple_results=False)(context, *operands, **params)
 
 

@@ -1,0 +1,53 @@
+"""Types of static values, for keys of caches.
+
+Python's `==` doesn't distinguish 3, 3.0 and True, 0.0 and -0.0, or tuples of these, so a key with just the
+values would let the second one find what was computed for the first. This also affects JAX's own caches, and
+the comparison of pytree structures.
+"""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+
+def type_of(value: Any) -> Any:
+    """Returns what `==` doesn't tell about a value. Of equal values we leave one as it is, e.g. the int, in
+    which case this is None.
+    """
+    describe = _description(type(value))
+    return None if describe is None else describe(value)
+
+
+def types_of(values: Iterable[Any]) -> Any:
+    """Returns the `type_of` each value, or None if it's None for all of them."""
+    types = tuple(map(type_of, values))
+    return types if any(types) else None
+
+
+@functools.lru_cache(maxsize=1024)  # the checks below take a few microseconds
+def _description(cls: type) -> Callable[[Any], Any] | None:
+    """Returns a function that computes `type_of` for the instances of a class, or None if there's nothing to
+    compute.
+    """
+    if cls in (int, str):
+        return None
+    if cls is float:
+        return lambda x: (cls, repr(x)) if x.is_integer() else None
+    if issubclass(cls, numbers.Integral | str):
+        return lambda x: cls
+    if issubclass(cls, numbers.Number | np.generic):
+        return lambda x: (cls, repr(x))  # this includes the sign of zero
+    if issubclass(cls, frozenset):
+        return lambda x: (cls, frozenset((item, type_of(item)) for item in x))
+    if cls is tuple:
+        return types_of
+    if issubclass(cls, tuple):  # a named tuple, which equals a tuple
+        return lambda x: (cls, types_of(x))
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
+        return lambda x: types_of(getattr(x, name, None) for name in names)
+    return None
