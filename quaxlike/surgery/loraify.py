@@ -16,7 +16,7 @@ from ..arrays.lora import LoraArray, LoraBias, TrainableArray, in_float32, row_n
 from ..arrays.lora.inits import Init, initialise
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
-from .adapt import adapters_on, weights_to_adapt
+from .adapt import adapters_on, require_trainable, weights_to_adapt
 from .records import Layouts
 from .select import Where
 from .trees import bias_of, layer_of, listing, map_arrays, named_arrays, replace, suggestion
@@ -91,7 +91,8 @@ def loraify(
         nothing else is known about them. Default: False.
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
-    - `train_base`: whether to train the weights themselves as well. Default: False.
+    - `train_base`: whether to train the weights themselves as well. These must not be quantised, unless you
+        call [`quaxlike.train_scales`][] first. Default: False.
     - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
 
     **Returns:**
@@ -102,7 +103,8 @@ def loraify(
     **Raises:**
 
     `ValueError` if a pattern matches nothing (the message includes close matches), if a weight already has an
-    adapter, if a weight's layout is unknown, or if an option is incompatible with `invocation_tokens`.
+    adapter, if a weight's layout is unknown, if a weight in `modules_to_save` or with `train_base` is
+    quantised and its scales aren't trained, or if an option is incompatible with `invocation_tokens`.
 
     !!! example
 
@@ -136,6 +138,8 @@ def loraify(
     def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
         r = value_for(rank_pattern, layer_of(name), rank)
         shape, batch = tuple(w.shape), len(layout.batch_shape(tuple(w.shape)))
+        if train_base:
+            require_trainable(name, w)
         if all(r > math.prod(sizes(shape)[batch:]) for sizes in (layout.out_shape, layout.in_shape)):
             above[name] = w
         lora = blank(

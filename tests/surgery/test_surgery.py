@@ -295,6 +295,27 @@ def test_options_of_other_types(mlp, options, message):
         ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
 
 
+@pytest.mark.parametrize("options", [{"modules_to_save": ["layers.1"]}, {"train_base": True}])
+def test_quantised_weights_are_not_trained_by_mistake(mlp, options):
+    """Their codes can't be trained, and their scales have no gradients unless somebody asks for them."""
+    quantised = ql.quantize(mlp, "nf4")
+    options = {"rank": 2, "where": ["layers.0"], "key": KEY} | options
+    with pytest.raises(ValueError, match=r"layers\.[01]\.weight cannot be trained, .*NF4Array.*`exclude`"):
+        ql.loraify(quantised, **options)
+    model = ql.loraify(ql.train_scales(quantised), **options)
+    trained = 1 if "modules_to_save" in options else 0
+    weight = ql.trainable(model).layers[trained].weight
+    assert jax.tree.leaves(weight.w) == [False, True]  # the codes and the scales
+
+
+def test_a_base_that_stops_gradients_is_not_marked(mlp):
+    """Otherwise weight decay would shrink it."""
+    model = ql.quantize(ql.loraify(mlp, rank=2, key=KEY, train_base=True), "nf4")
+    weight = ql.trainable(model).layers[0].weight
+    assert jax.tree.leaves(weight.w) == [False, False]
+    assert (weight.a, weight.b) == (True, True)
+
+
 @pytest.mark.slow
 def test_adapting_twice_is_an_error(mlp):
     with pytest.raises(ValueError, match=r"layers\.0\.weight is of type LoraArray already. Merge"):

@@ -196,7 +196,7 @@ def test_grouped_convolutions_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_quantised_modules_to_save_are_refused(tmp_path):
-    mlp = ql.quantize(eqx.nn.MLP(4, 2, 64, depth=1, key=jax.random.key(0)), "nf4")
+    mlp = ql.train_scales(ql.quantize(eqx.nn.MLP(4, 2, 64, depth=1, key=jax.random.key(0)), "nf4"))
     model = ql.loraify(mlp, rank=2, where=["layers.0"], modules_to_save=["layers.1"], key=jax.random.key(1))
     with pytest.raises(ValueError, match=r"layers\.1\.weight is trained in full .* found NF4Array"):
         peft.save_adapter(tmp_path / "adapter", model)
