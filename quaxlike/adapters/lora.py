@@ -182,7 +182,12 @@ def _read(layer: Layer) -> Any:
     if tokens:
         return ALoRAArray.of(array, tokens)
     if layer.option("lora_bias") and not start:
-        bias = layer.read("bias", layer.outputs).reshape(layer.out_shape)
+        if layer.bias is None and layer.kind == "conv":
+            raise layer.error(
+                "bias", f"the model's {layer.name} is a convolution without a bias, so it can't add one"
+            )
+        shape = layer.out_shape if layer.bias is None else tuple(layer.bias.shape)
+        bias = layer.read("bias", layer.outputs).reshape(shape)
         return array, LoraBias(layer.bias, bias, array.scaling)
     return array
 

@@ -14,6 +14,7 @@ from .._checked import checked
 from ..arrays.adapted import AdaptedArray
 from ..arrays.layout import Layout
 from ..arrays.lora import TrainableArray, TrainableRows, in_float32
+from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value
 from .records import Layouts, Record, records_of, require_layout
 from .select import Where, select, select_matrices
@@ -68,8 +69,9 @@ def adapt(
     **Raises:**
 
     `ValueError` if a pattern matches nothing (the message includes close matches), if a weight already has an
-    adapter, if a weight's layout is unknown, or if `make` returns anything other than an adapted array of the
-    weight's shape. `TypeError` if `make` cannot be called with these arguments.
+    adapter, if a weight's layout is unknown, if `modules_to_save` includes a quantised weight whose scales
+    aren't trained, or if `make` returns anything other than an adapted array of the weight's shape.
+    `TypeError` if `make` cannot be called with these arguments.
 
     !!! example
 
@@ -150,15 +152,18 @@ def weights_to_adapt(
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, records, where, exclude)
     arrays = {name: record.array for name, record in records.items()}
-    inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
+    inside = _inside(arrays, modules_to_save)
     heads = {
-        name: TrainableArray(x.array)
+        name: x.array
         for name, x in records.items()
         if x.in_head and jnp.issubdtype(x.array.dtype, jnp.floating)
     }
     if heads:
         named = {*targets, *(select(model, exclude, layout=layout) if exclude else ())}
         inside |= {name: x for name, x in heads.items() if name not in named}
+    for name, x in inside.items():
+        require_trainable(name, x)
+    inside = {name: TrainableArray(x) for name, x in inside.items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
     if head is not None:
@@ -202,6 +207,21 @@ def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]
             )
         inside |= found
     return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+
+
+def require_trainable(name: str, w: Any) -> None:
+    """Raises `ValueError` if a weight that will be trained is quantised, unless its scales are trained."""
+
+    def is_quantised(x: Any) -> bool:
+        return isinstance(x, AbstractQuantizedArray)
+
+    for x in jax.tree.leaves(w, is_leaf=is_quantised):
+        if is_quantised(x) and not x.has_gradients:
+            raise ValueError(
+                f"{name} cannot be trained, because it is quantised ({type(x).__name__}). Leave it out with "
+                "`exclude` when you quantise the model, make it dense with `quaxlike.materialise`, or train "
+                "its scales: call `quaxlike.train_scales` first."
+            )
 
 
 def _token_rows(

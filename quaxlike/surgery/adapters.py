@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._checked import checked
 from ..arrays.adapted import AdaptedArray, frozen_parts, labels_of, matrix_labels
-from ..core.quaxify import value_of
+from ..core.quaxify import quaxify, value_of
 from ..core.values import is_value
 from .trees import difference, named_arrays, replace
 
@@ -25,8 +25,9 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Arguments:**
 
-    - `models`: models with the same base but different adapters, which can have different ranks and be on
-        different layers.
+    - `models`: models with the same base but different adapters, which can have different ranks. They can
+        also be on different layers, if an adapter of this type adds nothing when all its parts are zero (so
+        not for DoRA, BOFT, HRA and IA3).
 
     **Returns:**
 
@@ -193,6 +194,13 @@ def _adapters(
         if adapted:
             like = adapted[0]
             out[name] = [x if isinstance(x, AdaptedArray) else without(x, like) for x in leaves]
+            missing = next((i for i, x in enumerate(out[name]) if x is NotImplemented), None)
+            if missing is not None:
+                raise ValueError(
+                    f"Model {missing} has no adapter on {name}, where others have {like.description()}. An "
+                    "adapter of this kind changes its weight even if all parts are zero, so none can be "
+                    "filled in. Adapt the same layers in all models."
+                )
             present = [x for x in out[name] if x is not None]
             one_type = {*map(type, present)} == {type(like)}
             if not one_type or like.alike(present) is NotImplemented:
@@ -234,15 +242,26 @@ def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mappi
 
 
 def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
+    """Returns an adapter on `w` that differs from `like` in its trained numbers alone, which are zero.
+
+    `promote` only knows the shapes of `like`, so that all its parts are zero.
+    """
     out = type(like).promote(w, like)
-    return out if out is NotImplemented else out.replace(gradients=like.gradients)
+    if out is NotImplemented:
+        return NotImplemented
+
+    def zeros(own: Any, zeros: Any) -> Any:
+        return zeros if jnp.issubdtype(own.dtype, jnp.inexact) else own  # Keep patterns, such as indices.
+
+    parts = {name: jtu.tree_map(zeros, getattr(like, name), getattr(out, name)) for name in _parts(like)}
+    return out.replace(**parts, **_shared(like), gradients=like.gradients)
 
 
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     first, *_ = adapters = adapters[0].alike(adapters)
     parts = {part: [getattr(x, part) for x in adapters] for part in _parts(first)}
     own = {name for name in parts if name not in first.numbers or parts[name][0] is not None}
-    out = first.replace(**{name: jnp.stack(parts[name]) for name in own})
+    out = first.replace(**{name: quaxify(jnp.stack)(parts[name]) for name in own})
     if out.shape != (len(adapters), *first.shape):
         kind = type(first).__name__
         raise ValueError(

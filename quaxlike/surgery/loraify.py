@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import checked
@@ -15,11 +16,22 @@ from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, in_float32, row_norm
 from ..arrays.lora.inits import Init, initialise
 from ..arrays.lora.matrices import as_matrix
-from ..core.values import materialise
-from .adapt import adapters_on, weights_to_adapt
-from .records import Layouts
+from ..core.values import is_value, materialise
+from .adapt import adapters_on, require_trainable, weights_to_adapt
+from .records import Layouts, Record, require_layout
 from .select import Where
-from .trees import bias_of, layer_of, listing, map_arrays, named_arrays, replace, suggestion
+from .trees import (
+    bias_of,
+    biases_beside,
+    is_bias,
+    layer_of,
+    listing,
+    map_arrays,
+    named_arrays,
+    path_of,
+    replace,
+    suggestion,
+)
 
 _OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "invocation_tokens")
 _FLAGS = ("rslora", "dora", "lora_bias", "train_base")
@@ -82,7 +94,8 @@ def loraify(
         PEFT, the head of a classifier is always among them, unless `where` or `exclude` names it.
     - `bias`: which biases to train: `"all"`, `"lora_only"` (only in adapted layers) or `"none"`. Default:
         `"none"`.
-    - `lora_bias`: whether to add a bias to each adapter. Default: False.
+    - `lora_bias`: whether to add a bias to each adapter. This is added to the bias of the layer, so it isn't
+        supported for embeddings, recurrent cells, and convolutions without a bias. Default: False.
     - `invocation_tokens`: creates activated LoRAs, which only act on the tokens from the last occurrence of
         this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
     - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from
@@ -91,7 +104,8 @@ def loraify(
         nothing else is known about them. Default: False.
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
-    - `train_base`: whether to train the weights themselves as well. Default: False.
+    - `train_base`: whether to train the weights themselves as well. These must not be quantised, unless you
+        call [`quaxlike.train_scales`][] first. Default: False.
     - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
 
     **Returns:**
@@ -102,7 +116,9 @@ def loraify(
     **Raises:**
 
     `ValueError` if a pattern matches nothing (the message includes close matches), if a weight already has an
-    adapter, if a weight's layout is unknown, or if an option is incompatible with `invocation_tokens`.
+    adapter, if a weight's layout is unknown, if `bias` or `lora_bias` finds no bias, if a weight in
+    `modules_to_save` or with `train_base` is quantised and its scales aren't trained, or if an option is
+    incompatible with `invocation_tokens`.
 
     !!! example
 
@@ -136,6 +152,8 @@ def loraify(
     def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
         r = value_for(rank_pattern, layer_of(name), rank)
         shape, batch = tuple(w.shape), len(layout.batch_shape(tuple(w.shape)))
+        if train_base:
+            require_trainable(name, w)
         if all(r > math.prod(sizes(shape)[batch:]) for sizes in (layout.out_shape, layout.in_shape)):
             above[name] = w
         lora = blank(
@@ -154,7 +172,7 @@ def loraify(
             "alone in `rank_pattern`.",
             stacklevel=3,  # beyond `checked`
         )
-    extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
+    extras = with_trained_extras(replace(model, adapters), targets, adapters, saved, bias, lora_bias)
     if not invocation_tokens:
         return extras
     from ..adapters import ALoRAArray  # imports all adapters; few programs need them
@@ -205,6 +223,7 @@ def with_magnitude(lora: LoraArray) -> LoraArray:
 
 def with_trained_extras(
     model: PyTree,
+    targets: Mapping[str, Record],
     adapters: Mapping[str, LoraArray],
     saved: Mapping[str, Any],
     bias: str,
@@ -212,23 +231,58 @@ def with_trained_extras(
 ) -> PyTree:
     """Adds the adapters to the model, along with any other arrays (such as biases) that are trained."""
     arrays = named_arrays(model)
-    biases = {
-        bias_of(name, arrays) or f"{layer_of(name)}.bias": lora
-        for name, lora in adapters.items()
-        if name != layer_of(name)
-    }
     beside = {**saved}
     if bias != "none":
-        names = [n for n in arrays if n.split(".")[-1] in ("bias", "b")] if bias == "all" else [*biases]
-        beside |= {
-            name: TrainableArray(arrays[name]) for name in names if name in arrays and name not in beside
-        }
+        trained = _biases_to_train(arrays, adapters, bias)
+        beside |= {name: TrainableArray(arrays[name]) for name in trained if name not in beside}
     if lora_bias:
-        for name, lora in biases.items():
-            w = beside.get(name, arrays.get(name))
-            shape = lora.b.shape[:-1]
-            beside[name] = LoraBias(w, jnp.zeros(shape, lora.b.dtype), lora.scaling)
+        empty = _empty_leaves(model)
+        for name, lora in adapters.items():
+            own = _own_bias(name, targets[name], empty)
+            w = beside.get(own, arrays.get(own))
+            shape = lora.b.shape[:-1] if w is None else w.shape  # A convolution's bias has axes of size 1.
+            beside[own] = LoraBias(w, jnp.zeros(shape, lora.b.dtype), lora.scaling)
     return replace(model, beside)
+
+
+def _biases_to_train(arrays: Mapping[str, Any], adapters: Mapping[str, Any], bias: str) -> list[str]:
+    """Returns the names of the biases selected by the option `bias`, either "all" or "lora_only"."""
+    if bias == "all":
+        names = [name for name in arrays if is_bias(name)]
+    else:
+        names = [name for weight in adapters for name in biases_beside(weight, arrays)]
+    names = [name for name in names if jnp.issubdtype(arrays[name].dtype, jnp.floating)]
+    if not names:
+        where = "the model" if bias == "all" else "the adapted layers"
+        raise ValueError(f"bias={bias!r} trains biases, and there are none in {where}, {listing(arrays)}.")
+    return names
+
+
+def _own_bias(name: str, record: Record, empty: set[str]) -> str:
+    """Returns the name of the bias to which a layer's adapter can add its own, or of the `None` in its place.
+
+    `empty` are the names of all leaves that are `None`.
+
+    **Raises:** `ValueError` if the layer wouldn't read this.
+    """
+    if record.bias is not None:
+        return record.bias
+    # A linear layer reads its bias unless this is None, so that we can put one there. A convolution looks at
+    # another field, and a recurrent cell adds the same bias to the products with two weights.
+    is_linear = require_layout(name, record).kind in ("linear", "matrix")
+    missing = bias_of(name, empty)
+    if is_linear and missing is not None:
+        return missing
+    raise ValueError(
+        f"lora_bias=True adds to the bias of each adapted layer; {listing({name: record.array})} has none "
+        "that its layer would read. Leave it out with `exclude`, or do without `lora_bias`."
+    )
+
+
+def _empty_leaves(model: PyTree) -> set[str]:
+    """Returns the names of all leaves that are `None`, which `replace` can replace."""
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lambda x: x is None or is_value(x))
+    return {path_of(path, model) for path, leaf in leaves if leaf is None}
 
 
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:

@@ -448,10 +448,9 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # By default, nested scales are shared across the whole array. Here we need separate ones for each
-        # block, because otherwise we could no longer slice the rows of blocks.
-        stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
-        return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
+        # This treats the blocks as a stack of matrices. If they shared scales, then we could no longer slice
+        # the rows of blocks.
+        return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is of type {type(w).__name__} already. Leave it out with `exclude`, or make it dense "
@@ -471,9 +470,9 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
-    stacked = len(layout.batch_shape(tuple(w.shape)))
-    if stacked and options.get("double_quant"):  # Don't share nested scales between the layers of a stack.
-        options = {"stacked": stacked} | options
+    # The layers of a stack don't share scales. Otherwise large elements in one layer would spoil the others,
+    # and we could neither use `vmap` nor scan over them.
+    options = {"stacked": len(layout.batch_shape(tuple(w.shape)))} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
     stored = quantized(jnp.transpose(w, order), **options)

@@ -104,7 +104,9 @@ def to_lora(
         )
     new = {name: lora for name, (lora, _) in found.items()}
     biases = {
-        records[name].bias or f"{layer_of(name)}.bias": new[name] for name in errors if name != layer_of(name)
+        records[name].bias or f"{layer_of(name)}.bias": new[name]
+        for name in errors
+        if records[name].bias is not None or name != layer_of(name)
     }
     arrays = {name: record.array for name, record in records.items()}
     # PEFT's checkpoint format requires that either all adapters have a bias or none do.

@@ -139,7 +139,7 @@ def _parts_of(x: Any) -> list[str]:
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
     """Marks an array's trained leaves, except for the fields in `freeze`."""
-    spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
+    spec = jtu.tree_map(lambda _: False, leaf)
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))
         fields = [name for name in leaf.trained() if name not in freeze]
@@ -147,4 +147,20 @@ def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
         fields = ["scale"]
     else:
         return spec
-    return replace_fields(spec, **{name: getattr(floats, name) for name in fields})
+    return replace_fields(spec, **{name: _trained_floats(getattr(leaf, name), freeze) for name in fields})
+
+
+def _trained_floats(part: Any, freeze: Sequence[str]) -> Any:
+    """Marks the floating-point arrays in a trained part.
+
+    An adapter or a quantised array in it decides itself what is trained. Otherwise we would mark leaves which
+    have no gradients, and weight decay would shrink them.
+    """
+
+    def decides(x: Any) -> bool:
+        return isinstance(x, AdaptedArray | AbstractQuantizedArray)
+
+    def marked(x: Any) -> Any:
+        return trained_leaves(x, freeze) if decides(x) else eqx.is_inexact_array(x)
+
+    return jtu.tree_map(marked, part, is_leaf=decides)

@@ -9,7 +9,7 @@ import dataclasses
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,12 +191,26 @@ def layer_of(name: str) -> str:
     return found["layer"] if found else name
 
 
-def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
+_BIAS = re.compile(r"bias(_\w+)?|b")
+
+
+def is_bias(name: str) -> bool:
+    """Returns whether an array is named like a bias. (Recurrent cells can have several, such as `bias_n`.)"""
+    return _BIAS.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def bias_of(name: str, arrays: Container[str]) -> str | None:
     """Returns the name of the bias in the same layer as a weight, if there is one."""
     layer, dot, field = name.rpartition(".")
     if not _WEIGHT.fullmatch(f"_.{field}"):
         return None
     return next((n for n in (f"{layer}{dot}bias", f"{layer}{dot}b") if n in arrays), None)
+
+
+def biases_beside(name: str, arrays: Mapping[str, Any]) -> list[str]:
+    """Returns the names of all biases in the same layer or recurrent cell as a weight."""
+    layer, dot, _ = name.rpartition(".")
+    return [n for n in arrays if n.rpartition(".")[:2] == (layer, dot) and is_bias(n)]
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.arrays import zero
+from quaxlike.surgery.loraify import with_magnitude
 from tests.samples import normal
 
 
@@ -76,6 +77,39 @@ def test_value(kind):
     lora = make_lora(**KINDS[kind])
     agrees(lora.materialise(), exact(lora))
     assert (lora.shape, lora.dtype) == ((6, 5), jnp.float32)
+
+
+# Which weights have rows of zeros, and an input for each.
+ZERO_ROWS = {
+    "a row": (lambda w: w.at[1].set(0), {}, (4,)),
+    "all": (jnp.zeros_like, {}, (4,)),
+    "stacked": (lambda w: w.at[0, 1].set(0), {"batch": ((2,), (2,), (2,))}, (4,)),
+    "convolution": (jnp.zeros_like, {"out_axes": (-4,), "in_axes": (-3, -2, -1)}, (1, 2, 5, 5)),
+}
+
+
+@pytest.mark.quick("a row", "convolution")
+@pytest.mark.parametrize("name", ZERO_ROWS)
+def test_rows_of_zeros_in_a_dora(name):
+    """They have no norm to divide by."""
+    change, options, x_shape = ZERO_ROWS[name]
+    lora = make_lora((3, 2, 3, 3) if name == "convolution" else (3, 4), **options)
+    lora = with_magnitude(lora.replace(w=change(lora.w), b=jnp.zeros_like(lora.b)))
+    lora, x = lora.replace(gradients="train"), normal(*x_shape, seed=3)
+
+    def run(w, x):
+        return jax.lax.conv(x, w, (1, 1), "SAME") if name == "convolution" else w @ x
+
+    agrees(jax.jit(ql.quaxify(run))(lora, x), run(lora.w, x))
+    for merged in (False, True):
+        loss = lambda lora, x: jnp.sum(run(lora.merged(), x) if merged else ql.quaxify(run)(lora, x))
+        grads = jax.grad(loss, (0, 1))(lora, x)
+        assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
+        assert np.any(grads[0].b)
+    agrees(lora.unmerged(lora.merged()).w, lora.w)
+    # After the first step, these rows have a norm, but the magnitude is still zero.
+    trained = lora.replace(b=jnp.ones_like(lora.b))
+    agrees(trained.unmerged(trained.merged()).w, lora.w)
 
 
 # -------------------------------------------------------------------------------------------------

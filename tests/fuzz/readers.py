@@ -79,9 +79,9 @@ def _values() -> dict[str, Any]:
 
 
 def _adapted() -> dict[str, Any]:
-    """Adapters on two weights, one with a bias, and an array that is trained in full."""
+    """Adapters on two weights, each with a bias, and an array that is trained in full."""
     w = jnp.arange(256.0).reshape(4, 64) / 256
-    base = {"a.weight": w, "a.bias": w[0, :4], "b.weight": w, "c.weight": w}
+    base = {"a.weight": w, "a.bias": w[0, :4], "b.weight": w, "b.bias": w[1, :4], "c.weight": w}
     options = {"lora_bias": True, "modules_to_save": ["c"], "key": jax.random.key(0)}
     return ql.loraify(base, rank=2, where=["a", "b"], dora=True, **options)
 

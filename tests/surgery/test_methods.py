@@ -45,6 +45,8 @@ STARTS = {
     "randlora": ({"a": normal(2, 1, 6), "b": normal(8, 3, 2, seed=1)}, 2 * 3 + 3 * 6),
 }
 NO_STACKS = ("shira",)
+# Adapters that don't equal their base if all parts are zero.
+NEVER_NOTHING = ("ia3", "ia3, inputs", "boft", "hra")
 
 
 def _make(name):
@@ -194,3 +196,34 @@ def test_rows_that_are_trained_start_as_they_are():
     model = ql.adapt(base, start, where=["embed"], layout={"embed.weight": "vo"})
     np.testing.assert_array_equal(model["embed.weight"].rows, base["embed.weight"][jnp.array([1, 7])])
     np.testing.assert_array_equal(ql.materialise(model["embed.weight"]), base["embed.weight"])
+
+
+def _moved(model, seed):
+    params, rest = eqx.partition(model, ql.trainable(model))
+    leaves, treedef = jax.tree.flatten(params)
+    leaves = [x + 0.1 * normal(*x.shape, seed=10 * seed + i, dtype=x.dtype) for i, x in enumerate(leaves)]
+    return eqx.combine(jax.tree.unflatten(treedef, leaves), rest)
+
+
+@pytest.mark.quick("shira", "vera", "delora", "hra")
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+@pytest.mark.parametrize("name", STARTS)
+def test_several_on_one_base(name):
+    """On the same layers, or on different ones if there is an adapter that adds nothing."""
+    make, _ = _make(name)
+    base, x = {"a.weight": normal(6, 8), "b.weight": normal(6, 8, seed=1)}, normal(8, seed=2)
+    run = lambda model: [ql.quaxify(jnp.matmul)(w, x) for w in model.values()]
+    for where in (["a", "a"], ["a", "b"]):
+        models = [_moved(ql.adapt(base, make, key=KEY, where=[on]), i) for i, on in enumerate(where)]
+        if name in NEVER_NOTHING and where == ["a", "b"]:
+            with pytest.raises(ValueError, match=r"Model 1 has no adapter on a\.weight.*the same layers"):
+                ql.stack_adapters(models)
+            continue
+        stacked = ql.stack_adapters(models)
+        assert type(stacked["a.weight"]) is type(models[0]["a.weight"])
+        found = jax.vmap(lambda i, stacked=stacked: run(ql.choose_adapter(stacked, i)))(jnp.arange(2))
+        for i, model in enumerate(models):
+            for y, expected in zip(found, run(model), strict=True):
+                np.testing.assert_allclose(y[i], expected, rtol=1e-4, atol=1e-4)
+        if name == "shira":
+            assert isinstance(stacked["a.weight"].delta, ql.SparseArray)

@@ -8,7 +8,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.implicit import ste
-from tests.samples import drawn, random_key, tree_equal
+from tests.samples import drawn, normal, random_key, tree_equal
 
 SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
 KEY = random_key(1)
@@ -106,6 +106,19 @@ def test_stacked_layers():
         want = dense @ want + layer.bias
     with ql.on_materialise("error"):
         np.testing.assert_allclose(run(stack, X), want, atol=1e-5)
+
+
+@pytest.mark.quick("nf4")
+@pytest.mark.parametrize("scheme", ["nf4", "int4", "int8"])
+def test_layers_of_a_stack_share_no_scales(scheme):
+    """Not even if their sizes are no multiple of the block size."""
+    stack = {"weight": normal(3, 5, 7).at[1].multiply(1e4)}
+    found = ql.quantize(stack, scheme, layout={"weight": "oi"})["weight"]
+    each = [ql.quantize({"weight": w}, scheme)["weight"] for w in stack["weight"]]
+    expected = jnp.stack([x.materialise() for x in each])
+    np.testing.assert_allclose(found.materialise(), expected, rtol=1e-6)
+    y = jax.vmap(ql.quaxify(jnp.matmul), in_axes=(0, None))(found, X[:7])
+    np.testing.assert_allclose(y, found.materialise() @ X[:7], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

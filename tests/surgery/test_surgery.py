@@ -295,6 +295,85 @@ def test_options_of_other_types(mlp, options, message):
         ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
 
 
+@pytest.mark.parametrize("options", [{"modules_to_save": ["layers.1"]}, {"train_base": True}])
+def test_quantised_weights_are_not_trained_by_mistake(mlp, options):
+    """Their codes can't be trained, and their scales have no gradients unless somebody asks for them."""
+    quantised = ql.quantize(mlp, "nf4")
+    options = {"rank": 2, "where": ["layers.0"], "key": KEY} | options
+    with pytest.raises(ValueError, match=r"layers\.[01]\.weight cannot be trained, .*NF4Array.*`exclude`"):
+        ql.loraify(quantised, **options)
+    model = ql.loraify(ql.train_scales(quantised), **options)
+    trained = 1 if "modules_to_save" in options else 0
+    weight = ql.trainable(model).layers[trained].weight
+    assert jax.tree.leaves(weight.w) == [False, True]  # the codes and the scales
+
+
+def test_a_base_that_stops_gradients_is_not_marked(mlp):
+    """Otherwise weight decay would shrink it."""
+    model = ql.quantize(ql.loraify(mlp, rank=2, key=KEY, train_base=True), "nf4")
+    weight = ql.trainable(model).layers[0].weight
+    assert jax.tree.leaves(weight.w) == [False, False]
+    assert (weight.a, weight.b) == (True, True)
+
+
+CONV = lambda **options: drawn(eqx.nn.Conv2d, 2, 3, 2, key=random_key(), **options)
+NO_BIAS = "lora_bias=True adds to the bias of each adapted layer; {} .* has none .* `exclude`"
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapter_biases_of_a_convolution(merged):
+    """Its bias has axes of size 1, which that of the adapter must have as well."""
+    model = ql.loraify({"conv": CONV()}, rank=2, key=KEY, where=["conv"], lora_bias=True)
+    model = eqx.tree_at(lambda m: m["conv"].bias.b, model, normal(3, 1, 1))
+    expected = CONV()(x := normal(2, 4, 4)) + normal(3, 1, 1)
+    found = ql.merge(model)["conv"](x) if merged else ql.quaxify(model["conv"])(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_adapter_bias_of_a_layer_on_its_own(use_bias):
+    layer = drawn(eqx.nn.Linear, 4, 3, use_bias=use_bias, key=KEY)
+    model = ql.loraify(layer, rank=2, key=KEY, lora_bias=True)
+    assert isinstance(model.bias, ql.LoraBias)
+    assert model.bias.w is layer.bias
+    assert model.bias.b.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "name"),
+    [
+        (lambda: {"conv": CONV(use_bias=False)}, ["conv"], r"conv\.weight"),
+        (lambda: {"cell": drawn(eqx.nn.GRUCell, 4, 3, key=KEY)}, "all-linear", r"cell\.weight_ih"),
+        (
+            lambda: {"cell": drawn(eqx.nn.LSTMCell, 4, 3, use_bias=False, key=KEY)},
+            "all-linear",
+            r"cell\.weight_ih",
+        ),
+        (lambda: {"q.weight": normal(4, 3)}, "all-linear", r"q\.weight"),
+        (lambda: {"embed": drawn(eqx.nn.Embedding, 5, 4, key=KEY)}, ["embed"], r"embed\.weight"),
+    ],
+)
+def test_layers_that_would_not_read_an_adapter_bias(model, where, name):
+    with pytest.raises(ValueError, match=NO_BIAS.format(name)):
+        ql.loraify(model(), rank=2, key=KEY, where=where, lora_bias=True)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_which_biases_are_trained(bias):
+    """All those of a layer on its own or of a recurrent cell; a mask named `b` is no bias."""
+    layer, cell = drawn(eqx.nn.Linear, 4, 3, key=KEY), drawn(eqx.nn.GRUCell, 4, 3, key=KEY)
+    options = {"rank": 2, "key": KEY, "bias": bias}
+    assert isinstance(ql.loraify(layer, **options).bias, ql.TrainableArray)
+    model = {"cell": cell, "mask": {"w": normal(3, 3), "b": jnp.ones(3, bool)}}
+    model = ql.loraify(model, where=["cell.weight_hh", "mask"], layout={"mask": "oi"}, **options)
+    assert isinstance(model["cell"].bias, ql.TrainableArray)
+    assert isinstance(model["cell"].bias_n, ql.TrainableArray)
+    assert isinstance(model["mask"]["b"], jax.Array)
+    bare = drawn(eqx.nn.Linear, 4, 3, use_bias=False, key=KEY)
+    with pytest.raises(ValueError, match=rf"bias='{bias}' trains biases, and there are none in the .*weight"):
+        ql.loraify(bare, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [ql.quantize, ql.summary, lambda model: ql.loraify(model, rank=2, key=random_key())]

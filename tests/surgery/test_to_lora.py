@@ -288,6 +288,14 @@ def test_adapted_biases_become_those_of_the_adapters(tmp_path):
         np.testing.assert_array_equal(again[name], x)
 
 
+def test_the_adapted_bias_of_a_layer_on_its_own():
+    model = _adapted({"weight": normal(6, 6), "bias": normal(6)})
+    model["bias"] = ScaledBias(model["bias"], normal(6, seed=2))
+    lora, _ = ql.to_lora(model, 4)
+    assert isinstance(lora["bias"], ql.LoraBias)
+    np.testing.assert_allclose(lora["bias"].merged(), model["bias"].merged(), atol=1e-6)
+
+
 @pytest.mark.slow
 def test_tied_weights_stay_tied():
     w = normal(5, 5)

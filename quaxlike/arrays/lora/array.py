@@ -190,12 +190,16 @@ class LoraArray(AdaptedArray):
 
     def unmerged(self, weight: jax.Array) -> "LoraArray":
         dtype = in_float32(weight.dtype)
-        base = weight.astype(dtype)
-        if self.magnitude is not None:
-            scale, axes = row_scale(self)
-            # DoRA rescales the rows of the sum, which has to be undone before we can subtract the adapter.
-            base = base / arrange(scale, axes, range(self.ndim)).astype(dtype)
-        return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
+        total, delta = weight.astype(dtype), self.delta().astype(dtype)
+        if self.magnitude is None:
+            return self.with_base((total - delta).astype(weight.dtype))
+        # DoRA rescales the rows of the sum, which has to be undone before we can subtract the adapter.
+        scale, axes = row_scale(self)
+        scale = arrange(scale, axes, range(self.ndim)).astype(dtype)
+        base = total / jnp.where(scale == 0, jnp.ones_like(scale), scale) - delta
+        # Nothing in `weight` tells what a row was before it was multiplied by zero.
+        base = jnp.where(scale == 0, materialise(self.w).astype(dtype), base)
+        return self.with_base(base.astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
         """Returns whether this equals the base if all parts are zero: not for DoRA, or with dropout."""
@@ -464,11 +468,18 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 
 
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
-    """Returns DoRA's factor for each row, `magnitude / norm`, and its labels."""
+    """Returns DoRA's factor for each row, `magnitude / norm`, and its labels.
+
+    A row of zeros has no direction, and hence no norm to divide by. Its factor is 1. (If it was 0, then
+    neither the magnitude nor `b` would receive gradients, so the row would stay zero in training.)
+    """
     norm, out = row_norm(lora)
     # Following the DoRA paper, we treat the norm as a constant in differentiation. This saves memory.
     norm = frozen(norm)
-    return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
+    is_zero, one = norm == 0, jnp.ones_like(norm)
+    # Avoid dividing by zero, because `where` has NaN gradients if the branch that isn't chosen does.
+    magnitude = cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype)
+    return quaxify(jnp.where)(is_zero, one, magnitude / jnp.where(is_zero, one, norm)), out
 
 
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:

@@ -39,6 +39,7 @@ from .config import AdapterConfig, files_of, read_config
 from .stored import (
     biases_of,
     file_name,
+    is_bias,
     is_parameter,
     is_targeted,
     renamed_parameters,
@@ -347,9 +348,7 @@ class _File:
                 name.endswith(".base_layer.weight") or is_of_tokens(plain)
             ):
                 self.bases[plain] = key
-            elif (plain := _REPEATED.sub(".", name)) != name and (
-                name.endswith(".bias") or is_of_tokens(plain)
-            ):
+            elif (plain := _REPEATED.sub(".", name)) != name and (is_bias(name) or is_of_tokens(plain)):
                 repeated[plain] = key
             else:
                 self.trained[name.replace(".base_layer.", ".")] = key
@@ -369,7 +368,7 @@ class _File:
         """
         trains_biases = config.option("bias") in ("all", "lora_only")
         for name in [name for name in self.trained if is_of_tokens(name)]:
-            if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
+            if not config.saves(name) and not (is_bias(name) and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:

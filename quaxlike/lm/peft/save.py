@@ -33,7 +33,7 @@ from ..models.decoder import Decoder
 from ..models.vocabulary import embeddings, is_of_tokens
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
-from .stored import biases_of, is_parameter, stored_as, why_unsupported, wrapped_names
+from .stored import biases_of, is_bias, is_parameter, stored_as, why_unsupported, wrapped_names
 
 
 @checked
@@ -488,7 +488,7 @@ def _trained_config(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the configuration entries for arrays that are trained directly."""
-    modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
+    modules = {new.rpartition(".")[0] or new for new in trained if not is_bias(new)}
     for new, leaf in names.items():
         if (
             new.rpartition(".")[0] in modules

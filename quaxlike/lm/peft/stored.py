@@ -12,6 +12,7 @@ expert's matrices were layers with their own adapters.)
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -112,7 +113,12 @@ def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -
     """
     if mode not in ("all", "lora_only"):
         return []
-    return [x for x in names if x.endswith(".bias") and (mode == "all" or x.removesuffix(".bias") in layers)]
+    return [x for x in names if is_bias(x) and (mode == "all" or x.rpartition(".")[0] in layers)]
+
+
+def is_bias(name: str) -> bool:
+    """Returns whether a tensor is named like a bias in PyTorch, such as `bias_ih` in a recurrent cell."""
+    return re.fullmatch(r"bias(_\w+)?", name.rpartition(".")[2]) is not None
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:

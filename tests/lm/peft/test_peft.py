@@ -15,7 +15,7 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft
-from tests.samples import tree_equal
+from tests.samples import normal, tree_equal
 
 from ...fixtures import fixture
 
@@ -175,6 +175,8 @@ def test_round_trip(name, adapter_name, tmp_path):
             peft.load_adapter(tmp_path, net)
     again = peft.load_adapter(tmp_path, net, adapter_name=adapter_name)
     assert tree_equal(again, model)
+    image = normal(2, 4, 4)
+    assert tree_equal(ql.quaxify(again.conv)(image), ql.quaxify(model.conv)(image))
     # An adapter takes the place of another.
     assert tree_equal(peft.load_adapter(tmp_path, again, adapter_name=adapter_name), model)
 
@@ -194,9 +196,28 @@ def test_grouped_convolutions_are_refused(tmp_path):
     assert not (tmp_path / "grouped").exists()
 
 
+def test_an_adapter_bias_for_a_convolution_without_a_bias(tmp_path):
+    """The layer would not read it."""
+    conv = eqx.nn.Conv2d(2, 3, 2, key=jax.random.key(0))
+    model = ql.loraify({"conv": conv}, rank=2, where=["conv"], lora_bias=True, key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model)
+    bare = {"conv": eqx.nn.Conv2d(2, 3, 2, use_bias=False, key=jax.random.key(0))}
+    with pytest.raises(ValueError, match=r"lora_B\.bias.*conv is a convolution without a bias"):
+        peft.load_adapter(tmp_path, bare)
+
+
+@pytest.mark.slow
+def test_all_biases_of_a_recurrent_cell(tmp_path):
+    net = {"cell": eqx.nn.GRUCell(5, 4, key=jax.random.key(0))}
+    model = ql.loraify(net, rank=2, bias="all", key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model)
+    assert "base_model.model.cell.bias_n" in open_tensors(tmp_path / "adapter_model.safetensors")
+    assert tree_equal(peft.load_adapter(tmp_path, net), model)
+
+
 @pytest.mark.slow
 def test_quantised_modules_to_save_are_refused(tmp_path):
-    mlp = ql.quantize(eqx.nn.MLP(4, 2, 64, depth=1, key=jax.random.key(0)), "nf4")
+    mlp = ql.train_scales(ql.quantize(eqx.nn.MLP(4, 2, 64, depth=1, key=jax.random.key(0)), "nf4"))
     model = ql.loraify(mlp, rank=2, where=["layers.0"], modules_to_save=["layers.1"], key=jax.random.key(1))
     with pytest.raises(ValueError, match=r"layers\.1\.weight is trained in full .* found NF4Array"):
         peft.save_adapter(tmp_path / "adapter", model)
