@@ -190,7 +190,7 @@ def leaves_of(static: Any) -> list[Any]:
     return jtu.tree_leaves(static)
 
 
-# The hooks and properties of Values, by name.
+# The hooks and properties of Values, by name, which core/values.py fills in.
 HOOKS: dict[str, Any] = {}
 
 
@@ -205,7 +205,7 @@ def check_field_names(cls: Any) -> None:
     for name, annotation in annotations.items():
         if typing.get_origin(annotation) is typing.ClassVar or "ClassVar" in str(annotation):
             continue
-        if name not in HOOKS:
+        if name not in HOOKS or name.startswith("_"):
             continue
         given = vars(cls).get(name, dataclasses.MISSING)
         given = given.default if isinstance(given, dataclasses.Field) else given

@@ -44,12 +44,6 @@ class OfType:
 compat.register_stand_in(OfType, operator.attrgetter("aval"))
 
 
-def types_in(static: Any) -> Any:
-    """Returns the type of a static field, and of all that it contains if it's a tuple or a list."""
-    cls = type(static)
-    return (cls, *map(types_in, static)) if cls is tuple or cls is list else cls
-
-
 def leaf_aval(leaf: Any) -> Any:
     """Returns the aval of a leaf, which might only be a shape and a dtype."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -59,8 +53,10 @@ def leaf_aval(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def sharded_like_dense(value: Any, aval: Any) -> Any:
+def sharded_like_dense(value: Any, aval: Any, leaf_avals: Sequence[Any]) -> Any:
     """Returns the `aval` of a type's own with the sharding that the dense array would have, if it has one."""
+    if compat.explicit_sharding(aval) is not None or not any(map(compat.explicit_sharding, leaf_avals)):
+        return aval
     try:
         with probing():
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))

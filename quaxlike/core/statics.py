@@ -43,7 +43,7 @@ def _description(cls: type) -> Callable[[Any], Any] | None:
         return lambda x: (cls, repr(x))  # this includes the sign of zero
     if issubclass(cls, frozenset):
         return lambda x: (cls, frozenset((item, type_of(item)) for item in x))
-    if cls is tuple:
+    if cls in (tuple, list):
         return types_of
     if issubclass(cls, tuple):  # a named tuple, which equals a tuple
         return lambda x: (cls, types_of(x))

@@ -42,8 +42,9 @@ from .hooks import (
     traced,
 )
 from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
-from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense, types_in
+from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense
 from .source_lines import calling_frame
+from .statics import type_of
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -316,8 +317,7 @@ class ArrayValue(Value):
         return level.adopt(self).__array__(*args, **kwargs)
 
 
-for _base in (Value, ArrayValue):
-    HOOKS.update((name, hook) for name, hook in vars(_base).items() if not name.startswith("_"))
+HOOKS.update({**vars(Value), **vars(ArrayValue)})
 
 
 class NoArrayError(TypeError, RuntimeError):
@@ -532,8 +532,7 @@ def aval_of(value: Value) -> Any:
     try:
         aval = _avals.get(key)
     except TypeError:  # an unhashable static field; treedefs compare statics without hashing them
-        types = [x for x in statics if isinstance(x, type | tuple)]
-        key = (compat.x64_enabled(), str(types), jtu.tree_structure(value), *leaf_avals)
+        key = (compat.x64_enabled(), repr(statics), jtu.tree_structure(value), *leaf_avals)
         aval = _avals.get(key)
     if aval is None:
         if len(_avals) > 4096:
@@ -583,7 +582,7 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            statics += (types_in(part), part)  # 1, 1.0 and True compare equal
+            statics += (type_of(part), part)  # 1, 1.0 and True compare equal
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
         elif kind == "value":
@@ -618,9 +617,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
             f"found {aval!r}."
         )
-    if compat.explicit_sharding(aval) is None and any(map(compat.explicit_sharding, leaf_avals)):
-        aval = sharded_like_dense(value, aval)
-    return compat.place_aval_like(aval, leaf_avals)
+    return compat.place_aval_like(sharded_like_dense(value, aval, leaf_avals), leaf_avals)
 
 
 def _check_aval(value: Value, aval: Any, key: Any) -> None:

@@ -90,7 +90,8 @@ def library() -> Library | str:
     for name in names:
         name.restype = ctypes.c_char_p
     loaded.quaxlike_bfloat16.restype = ctypes.c_bool
-    return Library(path, *(name().decode() for name in names), loaded.quaxlike_bfloat16())
+    instructions, rounding = (name().decode() for name in names)
+    return Library(path, instructions, rounding, loaded.quaxlike_bfloat16())
 
 
 def library_on(platform: str) -> Library | str:
