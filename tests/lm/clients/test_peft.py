@@ -55,6 +55,13 @@ def test_adapters_have_the_logits_of_peft(case, compare, tmp_path):
         ("qwen2", {"target_modules": ["lm_head"]}),
         ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         ("gemma3", {"target_modules": ["lm_head", "embed_tokens"]}),
+        ("qwen2", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 3, 5]}),
+        ("qwen2", {"target_modules": ["q_proj"], "layers_to_transform": []}),
+        (
+            "qwen2",
+            {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"], "layers_to_transform": [1]},
+        ),
+        ("qwen2", {"target_modules": ["q_proj"], "velora_config": {"num_groups": 4}}),
     ],
 )
 def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
@@ -68,7 +75,7 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            if "modules_to_save" in key:
+            if "modules_to_save" in key or "trainable_tokens" in key:
                 weight += 0.1 * torch.randn(weight.shape)
     model.save_pretrained(tmp_path)
     z = expected(name)
