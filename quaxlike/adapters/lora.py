@@ -80,7 +80,7 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
 #: used at all depends on other options.
 INFORMATIVE = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
-    "runtime_config",
+    *("runtime_config", "velora_config"),
 )
 
 
@@ -165,6 +165,8 @@ def _read(layer: Layer) -> Any:
             f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
         )
     a, b = read_factors(layer, rank)
+    if layer.has("projection"):  # VeLoRA's, which only compresses what training keeps of the inputs
+        layer.read("projection", *layer.shape_of("projection"))
     magnitude = None
     if layer.option("use_dora"):
         shape = (layer.outputs,)
@@ -419,7 +421,8 @@ def _read_rows(layer: Layer) -> TrainableRows:
         raise layer.error(
             "embedding_rows", f"the model's {layer.name} must be dense and have rows {list(tokens)}"
         )
-    return TrainableRows(layer.w, rows, tuple(tokens))
+    last = {token: i for i, token in enumerate(tokens)}  # PEFT takes a token twice; the last one counts
+    return TrainableRows(layer.w, rows[np.array([*last.values()], int)], tuple(last))
 
 
 def _settle_tokens(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -445,7 +448,7 @@ LORA = Method(
     "LORA", (LoraArray, ALoRAArray), lora,
     parts={
         "a": ".lora_A.weight", "b": ".lora_B.weight", "bias": ".lora_B.bias",
-        "magnitude": ".lora_magnitude_vector",
+        "magnitude": ".lora_magnitude_vector", "projection": ".lora_velora_embed",
         "embedding_a": ".lora_embedding_A", "embedding_b": ".lora_embedding_B",
     },
     options=_OPTIONS, patterns={"r": "rank_pattern", "lora_alpha": "alpha_pattern"},

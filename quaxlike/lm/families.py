@@ -202,7 +202,7 @@ class Family:
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
     """The classification heads that are available, as suffixes of transformers' class names."""
     head_stem: str = ""
-    """The prefix of these class names, if it differs from the decoder's prefix."""
+    """The prefix of these class names, and of the body's, if it differs from the decoder's prefix."""
     taken_for_experts: tuple[str, ...] = ()
     """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
     instead use `target_parameters`, which PEFT doesn't rewrite."""
@@ -381,7 +381,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         required={"use_bidirectional_attention": (None, "vision")},
-        heads=(),
+        heads=(), head_stem="Gemma4Text",
         gguf=Gguf(
             "gemma4", "gemma4_text", windowed=True, vocabulary="gemma4",
             without_adapters=("per_layer_model_proj.weight",),
@@ -517,6 +517,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5MoeForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in", heads=(),
+        head_stem="Qwen3_5MoeText",
         gguf=dataclasses.replace(
             _DELTA_NET_GGUF, name="qwen35moe", model_type="qwen3_5_moe_text",
             keys={**_DELTA_NET_GGUF.keys, **_EXPERT_KEYS}, config={"norm_topk_prob": True},
@@ -580,11 +581,19 @@ BESIDE_TEXT = re.compile(
 
 def classifiers() -> dict[str, tuple[str, str]]:
     """Returns the decoder and the head that each architecture with a classification head consists of."""
-    return {
-        (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
-        for name, family in FAMILIES.items()
-        for head in family.heads
-    }
+    return {_stem(name) + head: (name, head) for name, family in FAMILIES.items() for head in family.heads}
+
+
+def bodies() -> dict[str, str]:
+    """Returns the decoder that each architecture without any head is the body of (transformers'
+    `AutoModel`).
+    """
+    return {_stem(name) + "Model": name for name in FAMILIES}
+
+
+def _stem(name: str) -> str:
+    """Returns the prefix of the class names of a decoder with another head, or with none."""
+    return FAMILIES[name].head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)
 
 
 def names_of(role: str) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,17 @@ from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import is_quantised, quantizers
 from ..surgery.trees import layer_of, named_arrays, replace, tensors_of, unstacked
+from .architectures import architecture_of, is_of_pretraining, unknown, without_pretraining
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, MULTIMODAL, SEQUENCES, classifiers
+from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER
 from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
 from .folders.labels import Labels, numbered
-from .folders.model_config import UnsupportedConfigError
 from .formats.mxfp4 import in_published_layout
 from .gguf.container import holds_gguf
 from .gguf.mixtures import mixture_of
-from .models.bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification
 from .models.classifier import AbstractClassifier
-from .models.decoder import Decoder
-from .models.decoder_classifiers import DecoderForSequenceClassification, DecoderForTokenClassification
 from .models.decoder_config import (
     DecoderConfig,
     is_text_tower,
@@ -51,25 +48,9 @@ from .models.decoder_config import (
     text_tower,
     warn_of_unread,
 )
-from .models.modern_bert import (
-    ModernBert,
-    ModernBertConfig,
-    ModernBertForSequenceClassification,
-    ModernBertForTokenClassification,
-)
 from .models.vocabulary import embeddings, is_of_tokens
 from .sharding import usual_rule
 from .to_gguf import save_gguf
-
-# Maps the name of each encoder in `config.json` to its configuration and model classes.
-_ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "BertModel": (BertConfig, Bert),
-    "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
-    "BertForTokenClassification": (BertConfig, BertForTokenClassification),
-    "ModernBertModel": (ModernBertConfig, ModernBert),
-    "ModernBertForSequenceClassification": (ModernBertConfig, ModernBertForSequenceClassification),
-    "ModernBertForTokenClassification": (ModernBertConfig, ModernBertForTokenClassification),
-}
 
 
 @checked
@@ -113,9 +94,12 @@ def load(
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
     **Returns:** the model and its `config.json` (or the equivalent for a GGUF file). For multimodal models
-    (Gemma 3, Mistral 3), both of these are for just the decoder. A warning is issued if `config.json` has
-    entries that we don't use. We also issue a warning if it ties the output layer to the embedding but
-    `lm_head.weight` has different values. In this case we use the latter, as transformers does.
+    (Gemma 3, Mistral 3), both of these are for just the decoder. If a decoder was saved without its output
+    layer (`LlamaModel`), then the model has hidden states, but no logits. If an encoder was saved with the
+    head that it was pretrained with (`BertForMaskedLM`), then that is left out with a warning. A warning is
+    issued if `config.json` has entries that we don't use. We also issue a warning if it ties the output layer
+    to the embedding but `lm_head.weight` has different values. In this case we use the latter, as
+    transformers does.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
     an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
@@ -271,7 +255,7 @@ def save(
     if format == "gguf" and holds_gguf(source):
         config = dict(open_checkpoint(source).config)
     else:
-        config = text_tower(read_json_file(path, "the configuration"))
+        config = without_pretraining(text_tower(read_json_file(path, "the configuration")))
     model = unstacked(model)
     mixture = None if quantize is None else mixture_of(model, quantize)
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
@@ -312,7 +296,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     vocabulary that has been shrunk. (It wouldn't be possible to load such a checkpoint.)
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
-    read, make = _architecture(path, config)
+    read, make = architecture_of(path, config, arrays)
     parsed = read.from_json(config)
     renamed: Mapping[str, str] = parsed.family.renamed if isinstance(parsed, DecoderConfig) else {}
     of_tokens = tuple(f"{name}.weight" for name in embeddings())
@@ -332,7 +316,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
                     f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
                     "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
                 )
-    writes = isinstance(parsed, DecoderConfig) and not parsed.head
+    writes = isinstance(parsed, DecoderConfig) and parsed.writes
     if writes and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
         config["tie_word_embeddings"] = not parsed.tie_word_embeddings
     skeleton = named_arrays(eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)))
@@ -373,19 +357,20 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
             f"{directory} is a GGUF file of type {quoted(kind)} rather than a model. An adapter is read from "
             "the directory that PEFT or quaxlike wrote."
         )
-    path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
+    path = path if path.is_file() else Path(directory)
+    config = without_pretraining(text_tower(weights.config))
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
         weights = weights.standing_for(dtype)
     if weights.format == "gguf" and not config:
         found = quoted(weights.metadata.get("general.architecture"))
         known = dict.fromkeys(family.gguf.name for family in FAMILIES.values() if family.gguf)
-        raise _unknown(path, found, "GGUF", known)
-    read, make = _architecture(path, config)
+        raise unknown(path, found, "GGUF", known)
+    read, make = architecture_of(path, config, weights)
     _check_sizes(path, config, weights)
     parsed = read.from_json(config)
     warn_of_unread(path, weights.config, config, parsed)
-    writes = isinstance(parsed, DecoderConfig) and not parsed.head
+    writes = isinstance(parsed, DecoderConfig) and parsed.writes
     if writes and not parsed.tie_word_embeddings and "lm_head.weight" not in text_tensors(weights):
         if is_tied_by_default(weights.config):
             config["tie_word_embeddings"] = True
@@ -395,6 +380,12 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if isinstance(parsed, DecoderConfig) and is_text_tower(weights.config):
         parsed = dataclasses.replace(parsed, body_name=BODY_OF_TOWER)
     model = eqx.filter_eval_shape(make, parsed, key=jax.random.key(0))
+    if left_out := [name for name in weights if is_of_pretraining(model, name)]:
+        warnings.warn(
+            f"{path} is of an encoder with the head that it was pretrained with, which is left out: "
+            f"{listed(left_out)}.",
+            stacklevel=3,
+        )
     if writes and parsed.tie_word_embeddings and _has_own_head(model, weights, path):
         warnings.warn(
             f"{path} ties the output layer to the embedding, and the checkpoint has both with different "
@@ -431,28 +422,6 @@ _ROWS_AT_ONCE = 4096
 def _are_equal(a: Any, b: Any) -> bool:
     a, b = (np.asarray(materialise(x) if is_value(x) else x) for x in (a, b))
     return a.shape == b.shape and np.array_equal(a, b, equal_nan=True)
-
-
-def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
-    names = config.get("architectures")
-    classify = classifiers()
-    supported = (*_ENCODERS, *FAMILIES, *classify)
-    known = [name for name in supported if isinstance(names, list) and name in names]
-    if not known:
-        raise _unknown(path, quoted(names), "transformers", [*supported, *MULTIMODAL])
-    if known[0] in _ENCODERS:
-        return _ENCODERS[known[0]]
-    if known[0] in FAMILIES:
-        return DecoderConfig, Decoder
-    of_texts = classify[known[0]][1] == SEQUENCES
-    return DecoderConfig, DecoderForSequenceClassification if of_texts else DecoderForTokenClassification
-
-
-def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
-    return UnsupportedConfigError(
-        f"{path} is of the architecture {found}; of {kind}, {', '.join(supported)} are supported. "
-        "`quaxlike.lm.read` reads its weights."
-    )
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
@@ -516,11 +485,18 @@ def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, lis
     The former are the names of transformers. The file can have other names, if it was saved as part of a
     larger model or vice versa.
     """
-    text, config = text_tensors(names), getattr(model, "config", None)
+    config = getattr(model, "config", None)
+    text = {
+        _OLDER_NORM.sub(lambda found: _OF_NORM[found[0]], name): file
+        for name, file in text_tensors(names).items()
+        if not is_of_pretraining(model, name)
+    }
     experts = config.num_local_experts * sum(config.sparse) if isinstance(config, DecoderConfig) else 0
     joined = experts > len(names)  # there aren't enough tensors for each expert to have its own
     arrays = named_arrays(model)
-    wanted = {name: [name] if joined or name in text else tensors_of(model, name) for name in arrays}
+    # Stacks of experts can be tensors of their own, also in the files of a body.
+    whole = {name for name in arrays if joined or name in text or name.partition(".")[2] in text}
+    wanted = {name: [name] if name in whole else tensors_of(model, name) for name in arrays}
     used, files = {file for own in wanted.values() for file in own}, text
     if not used & files.keys():
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
@@ -643,3 +619,7 @@ _BUFFERS = re.compile(
     r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
     r"|rope_(freqs|factors_long|factors_short)\.weight"
 )
+
+# The first checkpoints of BERT have the names of TensorFlow.
+_OF_NORM = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_OLDER_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")

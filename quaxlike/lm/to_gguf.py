@@ -10,7 +10,7 @@ import numpy as np
 
 from ..files.errors import CheckpointError, quoted
 from .checkpoints.checkpoint import open_checkpoint
-from .families import classifiers
+from .families import bodies, classifiers
 from .gguf.config import config_of, keys_of, rope_tensors, without_blocks_beside
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
@@ -59,11 +59,13 @@ def described(
     **Raises:** `CheckpointError` if llama.cpp would compute different results. `FileNotFoundError` if there
     is no tokeniser.
     """
-    if isinstance(names := config.get("architectures"), list) and {*names} & {*classifiers()}:
-        raise CheckpointError(
-            f"{source}: GGUF files are written of models that write texts, and {names[0]} classifies them. "
-            "Write a directory of safetensors."
-        )
+    names = config.get("architectures")
+    for others, problem in ((classifiers(), "classifies them"), (bodies(), "has no output layer")):
+        if isinstance(names, list) and {*names} & {*others}:
+            raise CheckpointError(
+                f"{source}: GGUF files are written of models that write texts, and {names[0]} {problem}. "
+                "Write a directory of safetensors."
+            )
     checkpoint, config = open_checkpoint(source), _with_rounded_ramp(config, source)
     if checkpoint.format == "gguf":
         metadata = without_blocks_beside(source, checkpoint.metadata)

@@ -9,7 +9,7 @@ from typing import Any
 from .._checked import checked
 from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
-from .folders.added_tokens import SPECIAL, completed_text
+from .folders.added_tokens import SPECIAL, completed_text, special_tokens
 from .folders.companions import hint_for
 from .gguf.container import holds_gguf, open_gguf
 from .gguf.metadata import as_python
@@ -50,6 +50,8 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Reads chat templates ("default", "tool_use", …) and special tokens ("bos_token", …), both by name.
+
+    These include the tokeniser's own names, such as "image_token": templates use them like the others.
 
     `directory` is either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
     in `tokenizer_config.json`.
@@ -99,11 +101,10 @@ def splits_special_tokens(directory: Path) -> bool:
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     special = {}
-    for name in _TOKENS:
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+    for name, found in special_tokens(settings).items():
+        token = found.get("content") if isinstance(found, dict) else found
         if not isinstance(token, str | None):
-            raise CheckpointError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
+            raise CheckpointError(f"{path} has {name}={quoted(found)}; it must be a text.")
         if token:
             special[name] = token
     return special
@@ -120,9 +121,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
     settings = read_settings(directory)
     path = directory / "special_tokens_map.json"
     special = read_json_file(path, "the special tokens") if path.is_file() else {}
-    return {name: special[name] for name in _TOKENS if name in special} | {
-        name: value for name, value in settings.items() if value is not None
-    }
+    return special_tokens(special) | {name: value for name, value in settings.items() if value is not None}
 
 
 def _settings_in_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:

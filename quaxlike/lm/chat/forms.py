@@ -52,6 +52,24 @@ class Forms:
         # Some templates only look for calls if there is no content, and some need an empty one.
         return any(expected in self._rendered({**message, "content": x}) for x in ("", None))
 
+    def _writes_object(self, role: str | None, content: Any) -> bool:
+        """Returns whether `content` is an object and the template writes it as JSON.
+
+        Some templates do so for what a tool returns.
+        """
+        if role in _ROLES or not isinstance(content, Mapping):
+            return False
+        call = {"id": "123456789", "type": "function", "function": {"name": "name", "arguments": {}}}
+        returned = {"role": role, "name": "name", "tool_call_id": "123456789", "content": {PROBE: PROBE}}
+        before = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return PROBE in self._render([*before, returned])
+        except ValueError:
+            return False
+
     def _rendered(self, message: Mapping[str, Any]) -> str:
         """Renders a message in a short conversation. Returns "" if the template rejects it."""
         question = {"role": "user", "content": "question"}
@@ -65,11 +83,18 @@ class Forms:
     def converted(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a message to the forms that the template takes.
 
-        **Raises:** `ValueError` if the content has a part that isn't text, such as an image.
+        **Raises:** `ValueError` if the role isn't a text, or if the content has a part that isn't, such as an
+        image.
         """
-        out = dict(message)
-        form = self._content.get(str(message.get("role")), self._content["user"])
-        content = message.get("content")
+        out, role, content = dict(message), message.get("role"), message.get("content")
+        if not isinstance(role, str | None):
+            raise ValueError(f"message {i} has role={role!r}; it must be a text")
+        if not isinstance(content, str | list | None) and not self._writes_object(role, content):
+            raise ValueError(
+                f"message {i} has content={content!r}; it must be a text, or a list of texts, which are "
+                '{"type": "text", "text": ...}'
+            )
+        form = self._content.get(str(role), self._content["user"])
         if isinstance(content, list):
             texts = [_text_of(i, part) for part in content]
             if form.text and not form.other:

@@ -61,11 +61,10 @@ class Tokens:
         encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
-            inside = (encoding.char_to_token(i) for i in range(start, end))
-            first = next((token for token in inside if token is not None), None)
-            backwards = (encoding.char_to_token(i) for i in range(end - 1, start - 1, -1))
-            last = next((token for token in backwards if token is not None), None)
-            if first is not None and last is not None:
+            # Several tokens can have the offsets of a single character, if each is a part of its bytes.
+            inside = [i for i, (x, y) in enumerate(encoding.offsets) if x < end and start < y]
+            if inside:
+                first, last = inside[0], inside[-1]
                 learned[first : last + 1] = [True] * (last + 1 - first)
         return encoding.ids, learned
 

@@ -150,7 +150,7 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     TRL) all become messages. However if there is no chat template, then instructions become prompts in
     Stanford Alpaca's format instead.
     """
-    fields = _without_nulls(fields)
+    row, fields = fields, _without_nulls(fields)
     if {"chosen", "rejected"} <= fields.keys():
         raise ValueError("'chosen' and 'rejected' are preferences, which --task dpo learns")
     check_label(fields)
@@ -170,9 +170,13 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
         if isinstance(question, str):
             return {"prompt": question, "completion": output}
         return {**fields, "messages": [*question, _answer(output)]}
-    needed, used = ("completion", ("prompt", "completion")) if "prompt" in fields else ("text", ("text",))
-    if needed not in fields:
-        text_of(fields, needed, FORMS)
+    is_pair = "prompt" in fields or ("completion" in fields and "text" not in fields)
+    used = ("prompt", "completion") if is_pair else ("text",)
+    for name in used:
+        if name not in fields:
+            if not is_pair:
+                _check_nulls(row)
+            text_of(row, name, FORMS)
     # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
     talk = "prompt" in fields and (_is_talk(fields["prompt"]) or not isinstance(fields["completion"], str))
     check_entries(fields, (*used, *(_OF_MESSAGES if talk else ())))
@@ -192,6 +196,13 @@ def not_learned(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _without_nulls(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in fields.items() if value is not None} or fields
+
+
+def _check_nulls(row: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if one of the entries that say what a row holds is null."""
+    for name in ("messages", "conversations", "instruction", "prompt", "completion"):
+        if name in row and row[name] is None:
+            raise ValueError(f"{name!r} is null. {FORMS}")
 
 
 def _from_json(value: Any) -> Any:

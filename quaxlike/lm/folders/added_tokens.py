@@ -18,7 +18,26 @@ from ...files.json_text import read_json_file
 #: The names of special tokens in `tokenizer_config.json`.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+# Either of the lists can be an object with names as well. Later entries win, as in transformers.
+_OBJECTS = ("model_specific_special_tokens", *_LISTS)
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the special tokens that the settings of a tokeniser name.
+
+    A tokeniser can have names of its own, such as `image_token`. transformers writes them as entries, like
+    the usual ones, and reads them from objects as well. Other entries that end in `_token` are no texts.
+    """
+    usual = {name: settings[name] for name in SPECIAL if name in settings}
+    own = {
+        name: token
+        for name, token in settings.items()
+        if name.endswith("_token") and name not in SPECIAL and isinstance(token, str | dict)
+    }
+    objects = (settings.get(name) for name in _OBJECTS)
+    model_specific, additional, extra = (x if isinstance(x, dict) else {} for x in objects)
+    return {**usual, **model_specific, **own, **additional, **extra}
 
 
 def completed_text(folder: Path, text: str) -> str:
@@ -123,12 +142,12 @@ def _named(folder: Path) -> dict[str, _Token]:
         for token, number in old.items():
             add(names[2], token, number, special=False)
     for file, fields in ((names[0], settings), (names[1], special)):
-        for name in SPECIAL:
-            add(file, fields.get(name), special=True, is_named=True)
+        for token in special_tokens(fields).values():
+            add(file, token, special=True, is_named=True)
         for name in _LISTS:
             found = fields.get(name)
-            for token in found.values() if isinstance(found, dict) else found or []:
-                add(file, token, special=True, is_named=isinstance(found, dict))
+            for token in found if isinstance(found, list) else []:
+                add(file, token, special=True)
     return out
 
 

@@ -5,6 +5,7 @@ scores from SentencePiece's model file, whereas we recover them from the merge o
 derived from the scores. See `tokenizer.py` for the opposite direction.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,10 +74,22 @@ def vocabulary_of(
     name = _name(folder, config, strips)
     named = {f".{name}": text for name, text in templates.items() if name != "default"}
     texts = {"": templates["default"], **named} if "default" in templates else named
+    texts = {name: _with_tokens(text, special) for name, text in texts.items()}
     out = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     out |= {f"tokenizer.chat_template{name}": text for name, text in texts.items()}
     out |= {} if name is None else {"general.name": name}
     return out | ({"tokenizer.chat_templates": [name[1:] for name in named]} if named else {})
+
+
+def _with_tokens(template: str, special: Mapping[str, str]) -> str:
+    """Defines the special tokens that a template uses at its start, because llama.cpp only knows two of them.
+
+    Each definition has a line of its own, which the rendered text does not have.
+    """
+    words = {*re.findall(r"\w+", template)} - {"bos_token", "eos_token"}
+    used = [name for name in special if name in words]
+    lines = (f"{{% set {name} = {json.dumps(special[name], ensure_ascii=False)} %}}\n" for name in used)
+    return "".join(lines) + template
 
 
 def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:

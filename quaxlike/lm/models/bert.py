@@ -170,8 +170,11 @@ class AbstractBertClassifier(AbstractClassifier):
     bert: Bert
     classifier: eqx.nn.Linear
     labels: Labels = eqx.field(static=True)
+    new_pooler: bool = eqx.field(static=True)
+    """Whether the pooler isn't the checkpoint's. If so, it is trained in full like the layer behind it."""
 
     def __init__(self, config: BertConfig, *, key: Any) -> None:
+        self.new_pooler = False
         bert, classifier = jax.random.split(key)
         self.bert = Bert(config, pooled=not self.of_tokens, key=bert)
         self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
@@ -183,7 +186,7 @@ class AbstractBertClassifier(AbstractClassifier):
 
     @property
     def head_parts(self) -> tuple[str, ...]:
-        return ("classifier",)
+        return ("classifier", "pooler") if self.new_pooler else ("classifier",)
 
     @property
     def layers(self) -> list[BertLayer]:

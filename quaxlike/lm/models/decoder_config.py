@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import ACTIVATIONS, FAMILIES, MULTIMODAL, OF_FEW, Family, classifiers
+from ..families import ACTIVATIONS, FAMILIES, MULTIMODAL, OF_FEW, Family, bodies, classifiers
 from ..folders.entries import warn_of_unknown
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
@@ -139,7 +139,8 @@ class DecoderConfig(Config):
     vocab_size_per_layer_input: int = 0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether there is no output layer, as is the case for embedding models from sentence-transformers."""
+    """Whether there is no output layer, as is the case for the body of a decoder (transformers' `AutoModel`)
+    and for embedding models from sentence-transformers."""
     body_name: str = ""
     """The decoder's module path inside transformers' model, if it is only one part there."""
     head: str = ""
@@ -173,6 +174,11 @@ class DecoderConfig(Config):
         return FAMILIES[self.architecture]
 
     @property
+    def writes(self) -> bool:
+        """Whether there is an output layer that writes tokens, which can be tied to the embedding."""
+        return not self.head and not self.headless
+
+    @property
     def switches(self) -> list[int]:
         """The lengths of text beyond which a rotary embedding has other frequencies."""
         return [rope.switch for rope in self.ropes if rope.long is not None]
@@ -199,13 +205,14 @@ class DecoderConfig(Config):
         **Raises:** `UnsupportedConfigError` if the architecture is unknown, or if a value isn't supported.
         """
         names = config.get("architectures")
-        known = {name: (name, "") for name in FAMILIES} | classifiers()
-        found = [x for name, x in known.items() if isinstance(names, list | tuple) and name in names]
+        heads = {name: (name, "") for name in FAMILIES} | classifiers()
+        known = heads | {body: (name, "") for body, name in bodies().items()}
+        found = [name for name in known if isinstance(names, list | tuple) and name in names]
         if not found:
             raise UnsupportedConfigError(
-                f"config.json names no architecture of a decoder; supported are {', '.join(known)}."
+                f"config.json names no architecture of a decoder; supported are {', '.join(heads)}."
             )
-        architecture, head = found[0]
+        architecture, head = known[found[0]]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         # Some entries only have an effect for a few families, so we drop them for all other ones.
@@ -233,6 +240,7 @@ class DecoderConfig(Config):
         out = dataclasses.replace(
             out,
             **_of_global_layers(fields, windows, label),
+            headless=found[0] not in heads,
             labels=Labels.from_json(config) if head else UNNAMED,
             num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
             head_dim=out.head_dim or out.hidden_size // max(out.num_attention_heads, 1),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..._checked import checked
+from ...core.values import replace_fields
 from ...surgery.trees import named_arrays, replace
 from ..families import SEQUENCES, TOKENS
 from ..folders.labels import PROBLEMS, Labels
@@ -87,8 +88,13 @@ def with_classifier(
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
             # Of all these sizes only the hidden size matters, as we are about to replace the encoder itself.
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
-            bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
-            new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)
+            shapes = _shapes(make, like)
+            bert = model
+            if of_tokens or model.pooler is None:  # a new pooler, if the checkpoint has none
+                pooler = shapes.bert.pooler
+                bert = eqx.tree_at(lambda m: m.pooler, model, pooler, is_leaf=lambda x: x is None)
+            shapes = replace_fields(shapes, new_pooler=not of_tokens and model.pooler is None)
+            new = eqx.tree_at(lambda m: m.bert, shapes, bert)
         case ModernBert():
             make = ModernBertForTokenClassification if of_tokens else ModernBertForSequenceClassification
             config = dataclasses.replace(model.config, labels=of_labels)

@@ -51,7 +51,9 @@ class AdapterConfig(NamedTuple):
             return False
         if not _named(self.target_modules or (), layer):
             return False
-        if self.layers_to_transform is None or isinstance(self.target_modules, str):
+        # As in PEFT, numbers of layers do not restrict what is named in full.
+        in_full = isinstance(self.target_modules, str) or layer in (self.target_modules or ())
+        if self.layers_to_transform in (None, []) or in_full:
             return True
         wanted = self.layers_to_transform
         number = _layer_number(self.layers_pattern or (), layer)

@@ -5,6 +5,7 @@ isn't the case then we raise an error, because a partially loaded adapter would 
 results.
 """
 
+import copy
 import os
 import re
 from collections import defaultdict
@@ -279,7 +280,7 @@ def _with_embeddings(
             found = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
             raise file.error(key, f"the model has no array {new!r}. {suggestion(new, found)}")
         name, leaf = arrays[new]
-        read = _read_whole(file, key, name, leaf, layouts).astype(leaf.dtype)
+        read = _read_whole(file, key, name, leaf, layouts)
         if is_of_tokens(new) and (is_value(leaf) or not np.array_equal(leaf, read)):
             is_new, n = True, read.shape[0]
         out |= {
@@ -293,7 +294,7 @@ def _with_embeddings(
 def _read_whole(
     file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
 ) -> jax.Array:
-    """Reads an array that replaces an array in the model."""
+    """Reads an array that replaces an array in the model, and has its dtype, as in PEFT."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
@@ -304,7 +305,7 @@ def _read_whole(
             f"`quaxlike.lm.resize_vocabulary(model, {n})`",
         )
         raise VocabularySizeError(str(error), n)
-    return stored.take(file.read(key, expected), leaf.shape)
+    return stored.take(file.read(key, expected), leaf.shape).astype(leaf.dtype)
 
 
 # PEFT inserts these in between the name of a layer and the names of its original arrays.
@@ -320,6 +321,7 @@ class _File:
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
+        self._base: Any = None  # the dtype of the array whose adapters are read
         self.shared: dict[str, str] = {}  # name -> key, for tensors that are shared between layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
         #: Like `adapters`, but for the other methods that can be used in combination with this one.
@@ -393,6 +395,12 @@ class _File:
     def error(self, key: str, problem: str) -> CheckpointError:
         return self.tensors.error(key, problem)
 
+    def over(self, leaf: Any) -> "_File":
+        """Returns this file, for reading adapters of the array `leaf`."""
+        out = copy.copy(self)
+        out._base = leaf.dtype
+        return out
+
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any:
         info = self.tensors.info[key]
         if info.shape != tuple(shape):
@@ -407,7 +415,10 @@ class _File:
             or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype
         ):
             raise self.error(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
-        return from_numpy(self.tensors[key])
+        array = from_numpy(self.tensors[key])
+        # PEFT computes all adapters in float32. We keep the dtype of a base that has 16 bits itself.
+        is_narrow = array.dtype.itemsize < 4 and array.dtype != self._base
+        return array.astype(jnp.float32) if is_narrow else array
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors.info[key].shape
@@ -496,11 +507,13 @@ def _read_layers(
         kind = "parameter" if is_parameter else layout.kind
         if kind not in method.kinds:
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
-        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind)
+        own = file.over(leaf)
+        layers[layer] = Layer(leaf, layout, layer, bias, config.options, own, keys, method, kind)
     shared = None
     if method.prepare is not None:
+        own = next((layer.file for layer in layers.values()), file)
         shared = method.prepare(
-            [*layers.values()], {name: file.read(key, file.shape(key)) for name, key in file.shared.items()}
+            [*layers.values()], {name: own.read(key, file.shape(key)) for name, key in file.shared.items()}
         )
     out: dict[str, Any] = {}
     for name, layer in layers.items():
@@ -523,7 +536,7 @@ def _read_stack(
         key = next(key for keys in experts.values() for key in keys.values())
         raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
     layers = [
-        Layer(leaf, layout, layer, None, config.options, file, keys, method, "parameter")
+        Layer(leaf, layout, layer, None, config.options, file.over(leaf), keys, method, "parameter")
         for layer, keys in experts.items()
     ]
     array = method.read_stack(name, layers)

@@ -136,6 +136,37 @@ def test_settings_of_wrong_types(settings, tmp_path):
         ChatTemplate(tmp_path)
 
 
+#: Files that name `<|user|>` beside the usual tokens, as versions of transformers write them.
+NAMED = {
+    "entry": {"tokenizer_config": {"user_token": "<|user|>"}},
+    "object": {"tokenizer_config": {"user_token": {"content": "<|user|>", "__type": "AddedToken"}}},
+    "extra": {"tokenizer_config": {"extra_special_tokens": {"user_token": "<|user|>"}}},
+    "additional": {"tokenizer_config": {"additional_special_tokens": {"user_token": "<|user|>"}}},
+    "model specific": {"tokenizer_config": {"model_specific_special_tokens": {"user_token": "<|user|>"}}},
+    "map": {"special_tokens_map": {"user_token": "<|user|>"}},
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_special_tokens_with_names_of_their_own(case, tmp_path):
+    settings = {"eos_token": "</s>", "add_bos_token": True, "extra_special_tokens": ["<|other|>"]}
+    files = {"tokenizer_config": {}, **NAMED[case]}
+    files["tokenizer_config"] = settings | files["tokenizer_config"]
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    template = "{{ user_token }}{{ messages[0].content }}{{ eos_token }}{{ add_bos_token }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    text = ChatTemplate(tmp_path).render([{"role": "user", "content": "hello"}]).text
+    assert text == "<|user|>hello</s>"
+
+
+def test_a_named_token_that_is_no_text(tmp_path):
+    settings = {"chat_template": "", "extra_special_tokens": {"user_token": 5}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="has user_token=5; it must be a text"):
+        ChatTemplate(tmp_path)
+
+
 def test_a_template_that_is_no_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="is not UTF-8 text"):

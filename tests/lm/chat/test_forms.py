@@ -54,6 +54,29 @@ def test_parts_that_are_no_texts(part, body, tmp_path):
         template(tmp_path, body).render(messages)
 
 
+@pytest.mark.parametrize("body", [OF_TEXT, OF_PARTS, OF_BOTH])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"content": 5}, r"message 1 has content=5; it must be a text, or a list of texts"),
+        ({"content": {"a": 1}}, r"message 1 has content=\{'a': 1\}; it must be a text"),
+        ({"role": "tool", "content": {"a": 1}}, r"message 1 has content=\{'a': 1\}; it must be a text"),
+        ({"role": ["user"]}, r"message 1 has role=\['user'\]; it must be a text"),
+    ],
+)
+def test_roles_and_contents_of_other_types(entry, message, body, tmp_path):
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b", **entry}]
+    with pytest.raises(ValueError, match=message):
+        template(tmp_path, body).render(messages)
+
+
+def test_an_object_that_a_tool_returns(tmp_path):
+    """As of Llama 3.1, whose template writes it as JSON."""
+    body = "{% if m.content is mapping %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
+    messages = [{"role": "tool", "content": {"a": 1}}]
+    assert template(tmp_path, body).render(messages).text == '[tool]{"a": 1};'
+
+
 CALL = "{% for call in m.tool_calls %}<{{ call.function.name }}:ARGUMENTS>{% endfor %}"
 OF_OBJECTS = CALL.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")
 OF_JSON = CALL.replace("ARGUMENTS", "{{ '' + call.function.arguments }}")

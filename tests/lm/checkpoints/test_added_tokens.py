@@ -17,6 +17,8 @@ FILES = {
     "list": {"tokenizer_config": {"additional_special_tokens": ["<new>"]}},
     "list of objects": {"tokenizer_config": {"extra_special_tokens": [NEW]}},
     "by name": {"tokenizer_config": {"extra_special_tokens": {"image": "<new>"}}},
+    "model specific": {"tokenizer_config": {"model_specific_special_tokens": {"image": "<new>"}}},
+    "own entry": {"tokenizer_config": {"image_token": "<new>"}},
     "special": {"tokenizer_config": {"pad_token": "<new>"}},
     "map": {"special_tokens_map": {"pad_token": NEW}},
 }

@@ -1,5 +1,6 @@
 """PEFT on adapters that quaxlike writes, and quaxlike on those of PEFT."""
 
+import shutil
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft
 from tests.fixtures import fixture, has_fixture
 from tests.lm.clients.suite import client, logits_of_transformers
@@ -53,6 +55,13 @@ def test_adapters_have_the_logits_of_peft(case, compare, tmp_path):
         ("qwen2", {"target_modules": ["lm_head"]}),
         ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         ("gemma3", {"target_modules": ["lm_head", "embed_tokens"]}),
+        ("qwen2", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 3, 5]}),
+        ("qwen2", {"target_modules": ["q_proj"], "layers_to_transform": []}),
+        (
+            "qwen2",
+            {"target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"], "layers_to_transform": [1]},
+        ),
+        ("qwen2", {"target_modules": ["q_proj"], "velora_config": {"num_groups": 4}}),
     ],
 )
 def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
@@ -66,7 +75,7 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            if "modules_to_save" in key:
+            if "modules_to_save" in key or "trainable_tokens" in key:
                 weight += 0.1 * torch.randn(weight.shape)
     model.save_pretrained(tmp_path)
     z = expected(name)
@@ -193,6 +202,23 @@ def test_methods_have_the_logits_of_peft(case, compare, tmp_path):
     z = {name: io[name] for name in ("input_ids", "attention_mask")} | {"valid": io["attention_mask"] > 0}
     wanted = np.load(of_case / "ref.npz")["logits"][z["valid"]]
     compare("PEFT", "adapters", case, "logits", _theirs(of_methods / "base", z, tmp_path), wanted, 2e-5)
+
+
+@pytest.mark.parametrize("case", ["randlora", "fourierft", "delora", "hra"])
+def test_adapters_of_16_bits_have_the_logits_of_peft(case, compare, tmp_path):
+    """Which casts them to float32."""
+    of_methods = fixture("peft_methods") / "llama"
+    io, of_case = np.load(of_methods / "io.npz"), fixture(f"peft_methods/llama/{case}")
+    shutil.copytree(of_case, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "adapter_model.safetensors"
+    halves = {key: np.asarray(x).astype(jnp.bfloat16) for key, x in open_tensors(file).items()}
+    write_tensors(file, halves, {"format": "pt"})
+    ids, seen = io["input_ids"].astype(np.int32), io["attention_mask"] > 0
+    adapted = peft.load_adapter(tmp_path, load(of_methods / "base")[0])
+    found = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))(adapted)
+    z = {"input_ids": io["input_ids"], "attention_mask": io["attention_mask"], "valid": seen}
+    wanted = _theirs(of_methods / "base", z, tmp_path)
+    compare("PEFT", "adapters", case, "logits of 16 bits", found[seen], wanted, 2e-5)
 
 
 def test_activated_lora_continues_texts_as_peft_does(compare, tmp_path):

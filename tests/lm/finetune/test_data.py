@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quaxlike.lm.finetune import data, report
 from quaxlike.lm.finetune.run import read_data
@@ -62,6 +63,21 @@ def test_a_file_that_is_one_array(start, indent, tmp_path):
 def test_files_of_other_kinds(content, message, tmp_path):
     with pytest.raises(FinetuneError, match=message):
         read(tmp_path / "data", content)
+
+
+@pytest.mark.parametrize("answer", ["\N{GRINNING FACE}", "a \N{GRINNING FACE}", "\u4f60\u597d", "abc"])
+def test_every_token_of_a_character_is_learned(answer, tmp_path):
+    """Tokenisers of bytes have several tokens for a character, and a span can end behind it."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokens = data.Tokens(tmp_path, {"vocab_size": len(letters)}, 64)
+    text = f"\u4f60{answer}\u597d"
+    ids, learned = tokens.spans(text, [(1, 1 + len(answer))])
+    before, size = 3, len(answer.encode())
+    assert len(ids) == before + size + 3
+    assert learned == [before <= i < before + size for i in range(len(ids))]
 
 
 def talk(answer):

@@ -508,6 +508,21 @@ def test_the_ends_of_a_file_are_those_of_the_checkpoint(
     assert [metadata[f"tokenizer.ggml.add_{x}_token"] for x in ("bos", "eos")] == [False, False]
 
 
+def test_templates_of_a_file_define_the_tokens_that_they_use(checkpoint):
+    """llama.cpp only defines `bos_token` and `eos_token`."""
+    source, model = checkpoint("qwen2")
+    template = "\n{{ user_token }}{{ messages[0].content }}{{ eos_token }}"
+    settings = {"eos_token": "<|im_end|>", "user_token": "<|im_start|>", "chat_template": template}
+    (source / "tokenizer_config.json").write_text(json.dumps({**settings, "image_token": "<|im_end|>"}))
+    described = json.loads((source / "config.json").read_text())
+    _, metadata = to_gguf.described(named_arrays(model), described, source)
+    written = metadata["tokenizer.chat_template"]
+    assert written == '{% set user_token = "<|im_start|>" %}\n' + template
+    (source / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": written}))
+    text = ChatTemplate(source).render([{"role": "user", "content": "a"}]).text
+    assert text == "\n<|im_start|>a<|im_end|>"
+
+
 def test_a_part_of_heads_is_rotated_where_transformers_does(checkpoint, tmp_path):
     source, model = checkpoint("qwen2", partial_rotary_factor=0.5)
     with pytest.warns(

@@ -15,6 +15,7 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft
+from quaxlike.surgery.trees import layer_of
 from tests.samples import normal, tree_equal
 
 from ...fixtures import fixture
@@ -486,6 +487,34 @@ def test_layers_to_transform_is_honoured(damaged, bases):
     adapted = [name for name, x in ql.select(model, lambda *_: True).items() if isinstance(x, ql.LoraArray)]
     assert len(adapted) == 2
     assert all(".layer.0." in name for name in adapted)
+
+
+def test_layers_to_transform_that_restrict_nothing(damaged, bases):
+    """PEFT takes an empty list for none, and names in full beside the numbers."""
+    wanted = peft.load_adapter(damaged, bases["bert"])
+    names = [name for name, x in ql.select(wanted, lambda *_: True).items() if isinstance(x, ql.LoraArray)]
+    full = [layer_of(name) for name in names if ".layer.1." in name]
+    short = json.loads((damaged / "adapter_config.json").read_text())["target_modules"]
+    for options in (
+        {"layers_to_transform": []},
+        {"layers_to_transform": [0], "target_modules": [*short, *full]},
+    ):
+        edit_config(damaged, **options)
+        assert tree_equal(peft.load_adapter(damaged, bases["bert"]), wanted)
+
+
+def test_velora_is_lora(damaged, bases):
+    """Only its training differs, for which the file holds vectors."""
+    wanted = peft.load_adapter(damaged, bases["bert"])
+    ends = (".lora_A.weight", ".lora_velora_embed")
+
+    def add_vectors(tensors):
+        keys = [key for key in tensors if key.endswith(ends[0])]
+        tensors |= {key.replace(*ends): np.ones(8, np.float32) for key in keys}
+
+    edit_tensors(damaged, add_vectors)
+    edit_config(damaged, velora_config={"num_groups": 4, "init_type": "batch_average", "scale": 1.0})
+    assert tree_equal(peft.load_adapter(damaged, bases["bert"]), wanted)
 
 
 @pytest.mark.slow

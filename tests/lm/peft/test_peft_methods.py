@@ -3,6 +3,7 @@ same."""
 
 import functools
 import json
+import shutil
 from typing import Any
 
 import equinox as eqx
@@ -129,6 +130,28 @@ def test_layers_compute_what_those_of_peft_compute(case):
         y = ql.quaxify(lambda w, x: x @ w.T)(arrays[f"{name}.weight"], jnp.asarray(ref[f"layer::{name}::x"]))
     expected = ref[f"layer::{name}::y"]
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def _narrow(x, dtype):
+    return x.astype(dtype) if np.issubdtype(x.dtype, np.floating) else x
+
+
+@pytest.mark.parametrize("base", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("case", ["llama/fourierft", "llama/randlora", "llama/hra", "llama/vera"])
+def test_adapters_of_16_bits(case, dtype, base, tmp_path):
+    """PEFT computes them in float32. On a base of the same dtype, they keep it."""
+    folder = fixture(f"peft_methods/{case}")
+    stored = dict(open_tensors(folder / "adapter_model.safetensors"))
+    halves = {key: _narrow(np.asarray(x), dtype) for key, x in stored.items()}
+    wide = halves if base == dtype else {k: x.astype(stored[k].dtype) for k, x in halves.items()}
+    loaded = []
+    for name, tensors in (("halves", halves), ("wide", wide)):
+        shutil.copytree(folder, tmp_path / name)
+        write_tensors(tmp_path / name / "adapter_model.safetensors", tensors, {"format": "pt"})
+        model = jax.tree.map(lambda x: x.astype(base), _base("llama"))
+        loaded.append(peft.load_adapter(tmp_path / name, model))
+    assert tree_equal(*loaded)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,3 +227,27 @@ def test_dtype_and_trees_stay(tmp_path):
     assert {x.dtype for x in _weights(model)} == {jnp.dtype(jnp.bfloat16)}
     assert model.config.new_embeddings
     assert not resize_vocabulary(_base(20), 20).config.new_embeddings
+
+
+def test_tokens_that_are_named_twice(tmp_path):
+    """Of the rows of such a token, the last one counts, as in PEFT."""
+    rows = np.stack([ROWS[0], ROWS[1], ROWS[1] + 1])
+    tensors = {f"{_EMBEDDING}.{_DELTA}": rows}
+    folder = _write(tmp_path, tensors, {"trainable_token_indices": [5, 3, 5]})
+    model = peft.load_adapter(folder, _base(20))
+    found = ql.materialise(named_arrays(model)[f"{_EMBEDDING}.weight"])
+    np.testing.assert_array_equal(found[jnp.array([5, 3])], rows[::-1][:2])
+
+
+def test_what_is_trained_in_full_has_the_dtype_of_the_model(tmp_path):
+    """As in PEFT. Layers that differ in dtype could not be scanned over."""
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _base(20))
+    parts = ("norm.weight", "o_proj.weight")
+    trained = {
+        name: np.ones(x.shape, np.float32) for name, x in named_arrays(base).items() if name.endswith(parts)
+    }
+    folder = _write(tmp_path, trained, {"modules_to_save": ["norm", "o_proj"]})
+    model = peft.load_adapter(folder, base)
+    assert {x.dtype for x in named_arrays(model).values()} == {jnp.dtype(jnp.bfloat16)}
+    out = eqx.filter_eval_shape(ql.quaxify(model.stacked()), jnp.arange(3))
+    assert out.dtype == jnp.bfloat16
