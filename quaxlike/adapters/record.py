@@ -132,6 +132,8 @@ class Layer(OnLayout):
     method: "Method"
     kind: str
     """The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight."""
+    target: str
+    """The name that patterns are matched with. PEFT includes `.weight` if it adapts this as a parameter."""
     shared: Any = None
     """The result of `Method.prepare`."""
 
@@ -150,7 +152,7 @@ class Layer(OnLayout):
         layers. For example, `rank_pattern` overrides `r`.
         """
         pattern, value = self.method.patterns.get(name), self.options[name]
-        return value if pattern is None else value_for(self.options[pattern], self.name, value)
+        return value if pattern is None else value_for(self.options[pattern], self.target, value)
 
     @property
     def is_in_file(self) -> bool:

@@ -497,7 +497,9 @@ def _read_layers(
         kind = "parameter" if is_parameter else layout.kind
         if kind not in method.kinds:
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
-        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind)
+        by_weight = is_targeted(f"{layer}.weight", parameters) and not config.targets(layer)
+        target = f"{layer}.weight" if by_weight else layer
+        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind, target)
     shared = None
     if method.prepare is not None:
         shared = method.prepare(
@@ -524,7 +526,7 @@ def _read_stack(
         key = next(key for keys in experts.values() for key in keys.values())
         raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
     layers = [
-        Layer(leaf, layout, layer, None, config.options, file, keys, method, "parameter")
+        Layer(leaf, layout, layer, None, config.options, file, keys, method, "parameter", layer)
         for layer, keys in experts.items()
     ]
     array = method.read_stack(name, layers)

@@ -278,6 +278,7 @@ def _entries(
     """Returns the tensors for individual layers, the tensors for the whole model, and the configuration."""
     assert method.write is not None
     wrapped = wrapped_names(layer for layer, written in adapters.items() if written.kind == "parameter")
+    by_weight = _adapted_by_weight(method, names, layouts, adapters, family)
     tensors: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for layer, written in adapters.items():
@@ -291,7 +292,8 @@ def _entries(
     for name in dict.fromkeys(name for own in options.values() for name in own):
         values = {layer: own[name] for layer, own in options.items() if name in own}
         if name in method.patterns:
-            config[name], config[method.patterns[name]] = _by_pattern(values)
+            targets = {f"{layer}.weight" if layer in by_weight else layer: x for layer, x in values.items()}
+            config[name], config[method.patterns[name]] = _by_pattern(targets)
         else:
             config[name] = _in_common(name, values)
     of_all: dict[str, Any] = {}
@@ -301,17 +303,8 @@ def _entries(
         config |= entries
     if "fan_in_fan_out" in config:
         config["fan_in_fan_out"] = any(x.is_fan_in_fan_out for x in adapters.values())
-    targets, parameters = adapters, [*wrapped]
-    if "parameter" in method.kinds:
-        every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
-        modules = {layer: x for layer, x in adapters.items() if layer not in wrapped}
-        taken = () if family is None else family.taken_for_experts
-        by_weight = [x for x in modules if is_router(x, every) or x.rpartition(".")[2] in taken]
-        for layer in by_weight:
-            _check_parameter(modules[layer])
-        targets = {layer: x for layer, x in modules.items() if layer not in by_weight}
-        parameters += [f"{layer}.weight" for layer in by_weight]
-    if parameters:
+    modules = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *by_weight)}
+    if parameters := [*wrapped, *(f"{layer}.weight" for layer in by_weight)]:
         config["target_parameters"] = sorted(parameters)
         if config.get("lora_dropout"):
             warnings.warn(
@@ -320,8 +313,27 @@ def _entries(
                 stacklevel=5,
             )
             config["lora_dropout"] = 0.0
-    config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
+    config |= {"peft_type": method.peft_type, "target_modules": _targets(names, modules, layouts)}
     return tensors, of_all, config
+
+
+def _adapted_by_weight(
+    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    adapters: Mapping[str, Written], family: Family | None,
+) -> list[str]:  # fmt: skip
+    """Returns the layers whose weights PEFT adapts as parameters."""
+    if "parameter" not in method.kinds:
+        return []
+    every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
+    taken = () if family is None else family.taken_for_experts
+    out = [
+        layer
+        for layer, x in adapters.items()
+        if x.kind != "parameter" and (is_router(layer, every) or layer.rpartition(".")[2] in taken)
+    ]
+    for layer in out:
+        _check_parameter(adapters[layer])
+    return out
 
 
 def _check_parameter(layer: Written) -> None:
@@ -456,11 +468,16 @@ def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     common = max(counts, key=lambda value: (counts[value], -value))
     out: dict[str, Any] = {}
     for layer, value in values.items():
-        last = layer.rpartition(".")[2]
-        alike = {v for other, v in values.items() if other.rpartition(".")[2] == last} == {value}
+        last = _last(layer)
+        alike = {v for other, v in values.items() if _last(other) == last} == {value}
         if value != common:
             out[last if alike else f"^{layer}"] = value
     return common, out
+
+
+def _last(target: str) -> str:
+    """Returns the last component of a layer's name, which in `….gate.weight` is `gate.weight`."""
+    return ".".join(target.split(".")[-2 if target.endswith(".weight") else -1 :])
 
 
 def _targets(

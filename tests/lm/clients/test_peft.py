@@ -80,6 +80,53 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     check(_theirs(folder(name), z, tmp_path / "ours"), ours, 5e-4)
 
 
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
+#: The kind of a model and its options; the kind of a configuration and its options.
+_CONFIGURATIONS = {
+    "alpha of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate.weight": 64}}),
+    "alpha of no router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate": 64}}),
+    "rank of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "rank_pattern": {"0.mlp.gate.weight": 1}}),
+    "alpha of a weight": ("Llama", {}, "Lora", {
+        "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"],
+        "alpha_pattern": {"q_proj.weight": 64},
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _CONFIGURATIONS)
+def test_configurations_of_peft(case, compare, tmp_path):
+    """Its adapters read here, and read there again from the files that we write."""
+    import peft as theirs
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind, sizes, method, options = _CONFIGURATIONS[case]
+    made(kind, {"num_hidden_layers": 2, **sizes}, tmp_path / "base")
+    fresh = lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    logits = lambda model: logits_of_transformers(model, ids, np.ones_like(ids, bool))
+    reread = lambda name: logits(theirs.PeftModel.from_pretrained(fresh(), tmp_path / name).eval())
+    ids = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32)
+    torch.manual_seed(0)
+    if method == "Lora":
+        options = {"r": 2, "lora_alpha": 4, **options}
+    config = getattr(theirs, f"{method}Config")(task_type="CAUSAL_LM", **options)
+    model = theirs.get_peft_model(fresh(), config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape)
+    model.save_pretrained(tmp_path / "theirs")
+    wanted = reread("theirs")
+    assert np.abs(wanted - logits(fresh())).max() > 0.01
+    adapted = peft.load_adapter(tmp_path / "theirs", load(tmp_path / "base")[0])
+    found = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, np.ones_like(ids, bool)))(adapted)
+    check = partial(compare, "PEFT", "adapters", kind.lower(), "logits")
+    check(found, wanted, 5e-4)
+    peft.save_adapter(tmp_path / "ours", adapted, task_type="CAUSAL_LM")
+    check(reread("ours"), wanted, 5e-4)
+
+
 def _reads_ours(theirs, folder, model, base, run, check, ids, seen):
     """PEFT computes what our model with an adapter does, on a model of its own."""
     from peft import PeftModel
