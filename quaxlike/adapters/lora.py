@@ -270,7 +270,10 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
     if axes == own[::-1]:  # This is an output layer that shares its adapter with the embedding it's tied to.
         if x.magnitude is not None:
-            raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
+            raise ValueError(
+                f"PEFT has no DoRA that {layer.name} shares with the embedding that it is tied to. Merge the "
+                "model instead."
+            )
         return {"a": x.b.T, "b": x.a.T}
     if axes != own:
         raise ValueError(
@@ -447,5 +450,5 @@ LORA = Method(
     read=_read, write=_write, settle=_settle, refused=_refused, read_stack=_read_stack,
     kinds=("linear", "matrix", "conv", "embedding", "parameter"),
     others={"grouped conv": GROUPED, "other conv": GROUPED},
-    tied={"embedding_a": "b", "embedding_b": "a"}, beside=(TOKENS,), informative=INFORMATIVE,
+    tied=True, beside=(TOKENS,), informative=INFORMATIVE,
 )  # fmt: skip

@@ -344,11 +344,8 @@ class Method(NamedTuple):
 
     Some layers might not be adapted, in which case they don't have any tensors in the file.
     """
-    tied: Mapping[str, str] = {}
-    """Maps parts of an embedding adapter to the (transposed) parts in the adapter for a tied output layer.
-
-    This is empty if the file format doesn't support adapters for tied output layers.
-    """
+    tied: bool = False
+    """Whether an adapter on an embedding can be written for the output layer that is tied to it, too."""
     rewritten: Callable[[Any], Any] | None = None
     """Converts the array to another method, which is then written to the file instead."""
 

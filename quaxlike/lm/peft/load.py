@@ -221,9 +221,9 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
     If it modifies them in the same way, then we instead remove the duplicate entries for the output layer
     from the file and its configuration. Models support untying by implementing `with_separate_head`. By
     default, PEFT only modifies the layer that is named, not the layer it is tied to. With
-    `ensure_weight_tying`, or for trained tokens, PEFT modifies both of them in the same way, and the file
-    might contain this change either once or twice. However, DoRA's magnitudes are never shared, as they are
-    of the columns of an embedding but of the rows of an output layer.
+    `ensure_weight_tying` (see `AdapterConfig.ties_head`), or for trained tokens, PEFT modifies both of them
+    in the same way, and the file might contain this change either once or twice. However, DoRA's magnitudes
+    are never shared, as they are of the columns of an embedding but of the rows of an output layer.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -242,7 +242,7 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
         )
     changed_apart = bool(others) or not file.has_one_embedding()
     own_magnitudes = any(_is_head(layer) and "magnitude" in keys for layer, keys in file.adapters.items())
-    apart = changed_apart and (own_magnitudes or not config.option("ensure_weight_tying"))
+    apart = changed_apart and (own_magnitudes or not config.ties_head)
     if apart or (of_head and of_head != of_embedding):
         return config, separated()
     file.drop_head()
@@ -449,7 +449,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
         targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
         targets = [layer for layer in modules if config.targets(layer)]
-    if config.option("ensure_weight_tying") and any(_is_head(x) or _is_embedding(x) for x in targets):
+    if config.ties_head and any(_is_head(x) or _is_embedding(x) for x in targets):
         # PEFT then adapts both layers. Unless they differ, we have already left out the output layer.
         targets += [x for x in modules if _is_head(x) and x in file.adapters and x not in targets]
     named = config.option("target_parameters") or ()

@@ -31,7 +31,7 @@ from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
 from ..models.classifier import AbstractClassifier
 from ..models.decoder import Decoder
 from ..models.vocabulary import embeddings, is_of_tokens
-from .config import BY_TYPE, files_of
+from .config import BY_TYPE, TIED_BY_PEFT, files_of
 from .load import Rename, names_in_file
 from .stored import biases_of, is_parameter, stored_as, why_unsupported, wrapped_names
 
@@ -122,7 +122,7 @@ def tensors_and_config(
 
     **Raises:** as for `save_adapter`.
     """
-    model = _rewritten(unstacked(model))
+    model, ties_head = _with_written_head(_rewritten(unstacked(model)), task_type)
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
         rename = {"model": body} if body else None
@@ -147,9 +147,12 @@ def tensors_and_config(
     for other in method.beside:
         more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old), family)
         tensors, entries[other.entry] = tensors | more, others[other.entry]
-    if tied := _tied_head_entries(method, model, tensors, trained):
-        tensors, entries["ensure_weight_tying"] = tensors | tied, True
     entries |= {name: x for name, x in in_full.items() if name in (*entries, "modules_to_save")}
+    if ties_head and "ensure_weight_tying" in method.options:
+        entries["ensure_weight_tying"] = True
+        for entry in ("target_modules", "modules_to_save"):  # PEFT itself adds the output layer
+            kept = [name for name in entries[entry] or () if name.rpartition(".")[2] != "lm_head"]
+            entries[entry] = kept or None
     for new, array in trained.items():
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
@@ -170,6 +173,27 @@ _DEFAULTS = {
     "auto_mapping": None, "exclude_modules": None, "inference_mode": True,
     "layers_pattern": None, "layers_to_transform": None, "revision": None,
 }  # fmt: skip
+
+
+def _with_written_head(model: PyTree, task_type: str | None) -> tuple[PyTree, bool]:
+    """Unties an output layer from the embedding if this is changed as a whole, as PEFT's files have that
+    change once for each of the two.
+
+    Also returns whether PEFT can tie them again, which it does by the name of the embedding.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "with_separate_head") or getattr(config, "headless", False):
+        return model, False
+    separated = model.with_separate_head()
+    if separated is model or task_type == "FEATURE_EXTRACTION":  # `AutoModel` has no output layer
+        return model, False
+    ends = tuple(f"{name}.weight" for name in names_of("embed_tokens"))
+    changed = (LoraArray, TrainableArray)
+    arrays = named_arrays(model).items()
+    found = next((name for name, x in arrays if name.endswith(ends) and isinstance(x, changed)), None)
+    if found is None:
+        return model, False
+    return separated, layer_of(found).rpartition(".")[2] in TIED_BY_PEFT
 
 
 def _record_of(x: Any) -> Method | None:
@@ -391,27 +415,6 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
             f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_unsupported(layout)}."
         )
     return Layout(lora.out_axes, lora.in_axes, "matrix")
-
-
-def _tied_head_entries(
-    method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the entries that PEFT writes for a tied output layer. (These duplicate the ones for the
-    embedding.)
-    """
-    if not method.tied or any(name.startswith("lm_head") for name in tensors):
-        return {}
-    if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
-        return {}
-    out: dict[str, Any] = {}
-    for new, array in trained.items():
-        if new.endswith(tuple(f"{x}.weight" for x in names_of("embed_tokens"))):
-            out["lm_head.weight"] = array
-    for part, other in method.tied.items():
-        for key, array in tensors.items():
-            if key.endswith(method.parts[part]):
-                out[f"lm_head{method.parts[other]}"] = array.T
-    return out
 
 
 def _embeddings(

@@ -82,6 +82,7 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
 
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
+_TIED, _ALIKE = {"tie_word_embeddings": True}, {"ensure_weight_tying": True}
 #: The kind of a model and its options; the kind of a configuration and its options.
 _CONFIGURATIONS = {
     "alpha of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate.weight": 64}}),
@@ -90,6 +91,10 @@ _CONFIGURATIONS = {
     "alpha of a weight": ("Llama", {}, "Lora", {
         "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"],
         "alpha_pattern": {"q_proj.weight": 64},
+    }),
+    "gpt2, lora alike": ("GPT2", _TIED, "Lora", {"target_modules": ["wte", "c_attn"], **_ALIKE}),
+    "gpt2, saved alike": ("GPT2", _TIED, "Lora", {
+        "target_modules": ["c_attn"], "modules_to_save": ["wte"], **_ALIKE,
     }),
 }  # fmt: skip
 

@@ -226,3 +226,77 @@ def test_dtype_and_trees_stay(tmp_path):
     assert {x.dtype for x in _weights(model)} == {jnp.dtype(jnp.bfloat16)}
     assert model.config.new_embeddings
     assert not resize_vocabulary(_base(20), 20).config.new_embeddings
+
+
+_GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2}
+
+
+def _config(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "entry", "names"),
+    [
+        ({"where": ["wte", "c_attn"], "alpha_pattern": {"wte": 8}}, "target_modules",
+         ["c_attn", "lm_head", "wte"]),
+        ({"where": ["c_attn"], "modules_to_save": ["wte"]}, "modules_to_save",
+         ["lm_head", "transformer.wte"]),
+    ],
+)  # fmt: skip
+def test_embeddings_that_peft_does_not_tie(options, entry, names, tmp_path):
+    """It knows `embed_tokens` and `lm_head`, so `ensure_weight_tying` does nothing for the `wte` of GPT-2."""
+    base = drawn(Decoder, DecoderConfig.from_json(_GPT2), key=random_key())
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    peft.save_adapter(tmp_path, model)
+    config = _config(tmp_path)
+    assert config[entry] == names
+    assert "ensure_weight_tying" not in config
+    if "alpha_pattern" in options:
+        assert (config["lora_alpha"], config["alpha_pattern"]) == (8, {"c_attn": 2})
+    again = ql.merge(peft.load_adapter(tmp_path, base))
+    wanted = named_arrays(ql.merge(model))["transformer.wte.weight"]
+    np.testing.assert_allclose(again.embedding, wanted, atol=1e-6)
+    np.testing.assert_allclose(named_arrays(again)["lm_head.weight"], wanted, atol=1e-6)
+
+    # A file of PEFT, which has the change of the embedding alone.
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(
+            config | {entry: [x for x in config[entry] if x != "lm_head"], "ensure_weight_tying": True}
+        )
+    )
+    tensors = {key: np.asarray(x) for key, x in open_tensors(tmp_path / "adapter_model.safetensors").items()}
+    kept = {key: x for key, x in tensors.items() if "lm_head" not in key}
+    write_tensors(tmp_path / "adapter_model.safetensors", kept, {})
+    again = ql.merge(peft.load_adapter(tmp_path, base))
+    np.testing.assert_allclose(again.embedding, wanted, atol=1e-6)
+    np.testing.assert_array_equal(named_arrays(again)["lm_head.weight"], base.embedding)
+
+
+@pytest.mark.parametrize("pattern", [".*embed_tokens", r"model\.embed_tokens"])
+def test_expressions_by_which_peft_ties(pattern, tmp_path):
+    """It matches them with `embed_tokens` alone, whatever precedes this name in the model."""
+    options = {"target_modules": f"{pattern}|.*q_proj", "ensure_weight_tying": True}
+    _write(tmp_path, _LORA, {})
+    (tmp_path / "adapter_config.json").write_text(json.dumps(_config(tmp_path) | options))
+    base = resize_vocabulary(_base(20, tie_word_embeddings=True), _N)
+    embedding, head = _weights(peft.load_adapter(tmp_path, base))
+    np.testing.assert_allclose(embedding, base.embedding + _CHANGE, atol=1e-5)
+    if pattern == ".*embed_tokens":
+        assert head is None
+    else:
+        np.testing.assert_array_equal(head, base.embedding)
+
+
+def test_a_tied_output_layer_has_the_numbers_of_the_embedding(tmp_path):
+    """PEFT looks up its rank and alpha by its own name."""
+    options = {"rank": 2, "where": ["embed_tokens", "q_proj", "v_proj"], "key": jax.random.key(0)}
+    base = _base(tie_word_embeddings=True)
+    model = ql.loraify(base, alpha_pattern={"embed_tokens": 8}, **options)
+    peft.save_adapter(tmp_path, model)
+    config = _config(tmp_path)
+    assert config["ensure_weight_tying"] is True
+    assert config["target_modules"] == ["embed_tokens", "q_proj", "v_proj"]
+    assert config["alpha_pattern"] == {"embed_tokens": 8, "lm_head": 8}
+    with pytest.raises(ValueError, match="no DoRA that lm_head shares with the embedding"):
+        peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options))
