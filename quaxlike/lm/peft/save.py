@@ -27,6 +27,7 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
+from ...surgery.weight_axes import MATRIX
 from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
 from ..models.classifier import AbstractClassifier
 from ..models.decoder import Decoder
@@ -188,12 +189,11 @@ def _with_written_head(model: PyTree, task_type: str | None) -> tuple[PyTree, bo
     if separated is model or task_type == "FEATURE_EXTRACTION":  # `AutoModel` has no output layer
         return model, False
     ends = tuple(f"{name}.weight" for name in names_of("embed_tokens"))
-    changed = (LoraArray, TrainableArray)
-    arrays = named_arrays(model).items()
-    found = next((name for name, x in arrays if name.endswith(ends) and isinstance(x, changed)), None)
-    if found is None:
-        return model, False
-    return separated, layer_of(found).rpartition(".")[2] in TIED_BY_PEFT
+    for name, x in named_arrays(model).items():
+        if name.endswith(ends) and isinstance(x, LoraArray | TrainableArray):
+            as_parameter = isinstance(x, LoraArray) and x.out_axes == MATRIX.out_axes
+            return separated, not as_parameter and layer_of(name).rpartition(".")[2] in TIED_BY_PEFT
+    return model, False
 
 
 def _record_of(x: Any) -> Method | None:
@@ -250,6 +250,8 @@ def _layers(
         # This is an embedding even if its name suggests otherwise.
         is_embedding = [*method.kinds] == ["embedding"]
         layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
+        if "parameter" in method.kinds and layout.kind == "embedding" and x.out_axes == MATRIX.out_axes:
+            layout = MATRIX  # this was adapted as a parameter, or isn't an embedding despite its name
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
         layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind)
@@ -350,10 +352,12 @@ def _adapted_by_weight(
         return []
     every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
     taken = () if family is None else family.taken_for_experts
+    tables = {layer_of(new) for new, x in layouts.items() if x is not None and x.kind == "embedding"}
     out = [
         layer
         for layer, x in adapters.items()
-        if x.kind != "parameter" and (is_router(layer, every) or layer.rpartition(".")[2] in taken)
+        if (x.kind == "matrix" and layer in tables)
+        or (x.kind != "parameter" and (is_router(layer, every) or layer.rpartition(".")[2] in taken))
     ]
     for layer in out:
         _check_parameter(adapters[layer])
@@ -370,8 +374,8 @@ def _check_parameter(layer: Written) -> None:
     }.items():
         if is_there:
             raise ValueError(
-                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router "
-                "or would be taken for experts."
+                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router, "
+                "an embedding, or would be taken for experts."
             )
 
 

@@ -96,6 +96,9 @@ _CONFIGURATIONS = {
     "gpt2, saved alike": ("GPT2", _TIED, "Lora", {
         "target_modules": ["c_attn"], "modules_to_save": ["wte"], **_ALIKE,
     }),
+    "weight of an embedding": ("Llama", {}, "Lora", {
+        "target_modules": ["v_proj"], "target_parameters": ["embed_tokens.weight"],
+    }),
 }  # fmt: skip
 
 

@@ -300,3 +300,20 @@ def test_a_tied_output_layer_has_the_numbers_of_the_embedding(tmp_path):
     assert config["alpha_pattern"] == {"embed_tokens": 8, "lm_head": 8}
     with pytest.raises(ValueError, match="no DoRA that lm_head shares with the embedding"):
         peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options))
+
+
+def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
+    """PEFT's adapter of it is that of a matrix, where that of the layer is of a table."""
+    base = _base(20)
+    tensors = {f"{_EMBEDDING}.lora_A.weight": B.T, f"{_EMBEDDING}.lora_B.weight": A[:, :20].T}
+    _write(tmp_path / "in", tensors, {"target_parameters": ["embed_tokens.weight"]})
+    model = peft.load_adapter(tmp_path / "in", base)
+    np.testing.assert_allclose(_weights(model)[0], base.embedding + _CHANGE[:20], atol=1e-5)
+    peft.save_adapter(tmp_path / "out", model)
+    assert _config(tmp_path / "out")["target_parameters"] == [f"{_EMBEDDING}.weight"]
+    assert _config(tmp_path / "out")["target_modules"] == ["q_proj"]
+    file = "adapter_model.safetensors"
+    written, read = (open_tensors(tmp_path / x / file) for x in ("out", "in"))
+    assert {*written} == {*read}
+    for key in read:
+        np.testing.assert_array_equal(written[key], read[key])
