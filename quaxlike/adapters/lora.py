@@ -52,6 +52,11 @@ def _init_of(options: Mapping[str, Any]) -> Any:
     return init.lower() if isinstance(init, str) else init
 
 
+def changes_base(options: Mapping[str, Any]) -> bool:
+    """Returns whether the initialisation moves a part of the base into the adapter."""
+    return options.get("init_lora_weights") is not None and _init_of(options) in _CHANGES_BASE
+
+
 def _fits_init(x: Any) -> bool:
     lower = x.lower() if isinstance(x, str) else x
     return lower in (*_KEEPS_BASE, *_CHANGES_BASE) or (
@@ -172,7 +177,8 @@ def _read(layer: Layer) -> Any:
         magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
-    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT doesn't modify embeddings either.
+    # PEFT doesn't modify embeddings either.
+    if init in _CHANGES_BASE and layer.kind != "embedding" and not layer.has_base:
         if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
             raise layer.error("a", f"PEFT has no {init} for {layer.name}")
         try:
@@ -335,6 +341,8 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
     **Raises:** `ValueError` if this can't represent what was subtracted from the base.
     """
+    # For the other layers, PEFT replaces whatever it computes by the base in the file.
+    layers = {layer: x for layer, x in layers.items() if not x.has_base}
     names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
     if not names:
         return True

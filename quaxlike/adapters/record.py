@@ -134,6 +134,12 @@ class Layer(OnLayout):
     """The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight."""
     target: str
     """The name that patterns are matched with. PEFT includes `.weight` if it adapts this as a parameter."""
+    has_base: bool = False
+    """Whether the weight is from the file, and not from the model.
+
+    PEFT saves embeddings and output layers along with their adapters. This is after any initialisation that
+    changed them.
+    """
     shared: Any = None
     """The result of `Method.prepare`."""
 
@@ -211,6 +217,8 @@ class Written(NamedTuple):
     """The array's name in the model."""
     kind: str
     """The kind of its layout, or "parameter", as in `Layer`."""
+    has_base: bool = False
+    """Whether the weight is written as well, as in `Layer`."""
 
     @property
     def window(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from ..._arrays import from_numpy
 from ..._checked import checked
 from ..._patterns import PatternError
+from ...adapters.lora import changes_base
 from ...adapters.record import PREFIX, ROOT, Layer, Method
 from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
@@ -239,6 +240,15 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
             next(rows, f"{PREFIX}{others[0]}"),
             "is for tokens of the embedding and of the output layer that is tied to it, of which "
             f"{others[0]} has a change of its own: that is not supported",
+        )
+    adapted_head = next((keys for x, keys in file.adapters.items() if _is_head(x)), None)
+    has_base = any(f"{x}.weight" in file.bases for x in others)
+    if adapted_head and changes_base(config.options) and not has_base:
+        raise file.error(
+            next(iter(adapted_head.values())),
+            f"is for an output layer, and {config.option('init_lora_weights')!r} takes a part of its weight "
+            "and so of the embedding that is tied to it. We support this if the file holds what is left: "
+            "save the adapter in PEFT with `save_embedding_layers=True`",
         )
     changed_apart = bool(others) or not file.has_one_embedding()
     own_magnitudes = any(_is_head(layer) and "magnitude" in keys for layer, keys in file.adapters.items())
@@ -499,7 +509,10 @@ def _read_layers(
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
         by_weight = is_targeted(f"{layer}.weight", parameters) and not config.targets(layer)
         target = f"{layer}.weight" if by_weight else layer
-        layers[layer] = Layer(leaf, layout, layer, bias, config.options, file, keys, method, kind, target)
+        has_base = f"{layer}.weight" in file.bases
+        layers[layer] = Layer(
+            leaf, layout, layer, bias, config.options, file, keys, method, kind, target, has_base
+        )
     shared = None
     if method.prepare is not None:
         shared = method.prepare(

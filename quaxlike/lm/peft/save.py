@@ -135,7 +135,8 @@ def tensors_and_config(
     names = {new: leaf for new, _, leaf in arrays}
     old = {new: name for new, name, _ in arrays}
     method = _method_of({name: leaf for _, name, leaf in arrays})
-    adapters = _layers(method, names, in_file, old)
+    with_embeddings = getattr(getattr(model, "config", None), "new_embeddings", False)
+    adapters = _layers(method, names, in_file, old, with_embeddings)
     trained = _trained(names, adapters)
     for new, leaf in names.items():
         layer = new.rpartition(".")[0].rpartition(".")[2]
@@ -146,7 +147,8 @@ def tensors_and_config(
     family = getattr(getattr(model, "config", None), "family", None)
     tensors, of_all, entries = _entries(method, names, in_file, adapters, family)
     for other in method.beside:
-        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old), family)
+        beside = _layers(other, names, in_file, old, with_embeddings)
+        more, _, others = _entries(other, names, in_file, beside, family)
         tensors, entries[other.entry] = tensors | more, others[other.entry]
     entries |= {name: x for name, x in in_full.items() if name in (*entries, "modules_to_save")}
     if ties_head and "ensure_weight_tying" in method.options:
@@ -158,7 +160,7 @@ def tensors_and_config(
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
-    if getattr(getattr(model, "config", None), "new_embeddings", False):  # the checkpoint has others
+    if with_embeddings:  # the checkpoint has others
         tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
     stored = {PREFIX + key: array for key, array in tensors.items()}
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
@@ -239,9 +241,13 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
 
 
 def _layers(
-    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None], paths: Mapping[str, str]
-) -> dict[str, Written]:
-    """Returns the layers that a method has adapted, keyed by their names in the file."""
+    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    paths: Mapping[str, str], with_embeddings: bool,
+) -> dict[str, Written]:  # fmt: skip
+    """Returns the layers that a method has adapted, keyed by their names in the file.
+
+    `with_embeddings` says whether the file will hold the embeddings and output layers as well.
+    """
     layers: dict[str, Written] = {}
     for new, x in names.items():
         if not isinstance(x, method.type):
@@ -254,7 +260,8 @@ def _layers(
             layout = MATRIX  # this was adapted as a parameter, or isn't an embedding despite its name
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
-        layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind)
+        has_base = with_embeddings and is_of_tokens(path)
+        layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind, has_base)
     return layers
 
 
@@ -263,6 +270,14 @@ def _check_held(
     in_full: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Raises an error for any trained arrays that can't be stored in the same file as these adapters."""
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    head = adapters.get("lm_head")
+    if is_tied and head is not None and getattr(head.array, "taken", None) is not None:
+        raise ValueError(
+            f"The initialisation of the adapter on {head.path} ({head.array.taken[0]}) changed this weight "
+            "alone. PEFT changes the embedding, too, since the checkpoint ties these. Pass `base`: the model "
+            "before it was adapted."
+        )
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
     if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
@@ -550,6 +565,8 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
     """Rewrites the adapters so that applying them to `base` results in the same weights."""
+    if "lm_head.weight" in named_arrays(model) and hasattr(base, "with_separate_head"):
+        base = base.with_separate_head()  # the adapter might be on an output layer that is tied in the base
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

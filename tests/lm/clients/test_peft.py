@@ -83,6 +83,7 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
 _TIED, _ALIKE = {"tie_word_embeddings": True}, {"ensure_weight_tying": True}
+_PISSA = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"}
 #: The kind of a model and its options; the kind of a configuration and its options.
 _CONFIGURATIONS = {
     "alpha of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate.weight": 64}}),
@@ -96,6 +97,9 @@ _CONFIGURATIONS = {
     "gpt2, saved alike": ("GPT2", _TIED, "Lora", {
         "target_modules": ["c_attn"], "modules_to_save": ["wte"], **_ALIKE,
     }),
+    "pissa of an output layer": ("Llama", {}, "Lora", _PISSA),
+    "pissa of a tied output layer": ("Llama", _TIED, "Lora", _PISSA),
+    "olora of a tied output layer": ("Llama", _TIED, "Lora", {**_PISSA, "init_lora_weights": "olora"}),
     "weight of an embedding": ("Llama", {}, "Lora", {
         "target_modules": ["v_proj"], "target_parameters": ["embed_tokens.weight"],
     }),

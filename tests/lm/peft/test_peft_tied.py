@@ -302,6 +302,39 @@ def test_a_tied_output_layer_has_the_numbers_of_the_embedding(tmp_path):
         peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_initialisations_of_a_saved_output_layer(tied, tmp_path):
+    """PEFT saves its weight after PiSSA has taken a part; if it is tied, this is the embedding, too."""
+    base = _base(20, tie_word_embeddings=tied)
+    left = np.ones((20, _SIZE), np.float32)
+    tensors = {f"{_HEAD}.lora_A.weight": B.T, f"{_HEAD}.lora_B.weight": A[:, :20].T}
+    options = {"target_modules": ["lm_head"], "init_lora_weights": "pissa"}
+    _write(tmp_path / "in", {**tensors, f"{_HEAD}.base_layer.weight": left}, options)
+    model = peft.load_adapter(tmp_path / "in", base)
+    peft.save_adapter(tmp_path / "out", model)
+    for found in (model, peft.load_adapter(tmp_path / "out", base)):
+        embedding, head = _weights(found)
+        np.testing.assert_allclose(head, left + _CHANGE[:20], atol=1e-5)
+        np.testing.assert_array_equal(embedding, left if tied else base.embedding)
+    _write(tmp_path / "in", tensors, options)
+    if tied:
+        with pytest.raises(CheckpointError, match=r"lm_head\.lora.*'pissa' takes a part of its weight"):
+            peft.load_adapter(tmp_path / "in", base)
+    else:
+        peft.load_adapter(tmp_path / "in", base)
+
+
+def test_an_initialisation_of_a_tied_output_layer_alone(tmp_path):
+    base = _base(20, tie_word_embeddings=True)
+    model = ql.loraify(base, rank=2, where=["lm_head"], init="pissa", key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"lm_head\.weight \(pissa\) changed this weight alone"):
+        peft.save_adapter(tmp_path, model)
+    peft.save_adapter(tmp_path, model, base=base)
+    embedding, head = _weights(peft.load_adapter(tmp_path, base))
+    np.testing.assert_array_equal(embedding, base.embedding)
+    np.testing.assert_allclose(head, base.embedding, atol=1e-5)
+
+
 def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
     """PEFT's adapter of it is that of a matrix, where that of the layer is of a table."""
     base = _base(20)
