@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .._patterns import value_by_end
 from ..arrays.structured import BlockCirculantMatrix
 from .combinators import SumArray
 from .method import MethodArray
@@ -66,4 +67,5 @@ C3A = Method(
     parts={"kernel": ".c3a_kernel"},
     options={"block_size": count(256), "block_size_pattern": by_pattern(count(256))},
     read=_read_c3a, write=_write_c3a, conv1d=False, patterns={"block_size": "block_size_pattern"},
+    by_pattern=value_by_end,
 )  # fmt: skip

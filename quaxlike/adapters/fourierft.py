@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from .._patterns import value_by_end
 from .combinators import SumArray
 from .method import MethodArray
 from .random_numbers import Generator
@@ -122,4 +123,5 @@ FOURIERFT = Method(
         "random_loc_seed": Option(777, "an integer", lambda x: type(x) is int), "fan_in_fan_out": flag(),
     },
     read=_read_fourierft, write=_write_fourierft, patterns={"n_frequency": "n_frequency_pattern"},
+    by_pattern=value_by_end,
 )  # fmt: skip

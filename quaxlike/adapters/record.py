@@ -158,7 +158,7 @@ class Layer(OnLayout):
         layers. For example, `rank_pattern` overrides `r`.
         """
         pattern, value = self.method.patterns.get(name), self.options[name]
-        return value if pattern is None else value_for(self.options[pattern], self.target, value)
+        return value if pattern is None else self.method.by_pattern(self.options[pattern], self.target, value)
 
     @property
     def is_in_file(self) -> bool:
@@ -316,8 +316,13 @@ class Method(NamedTuple):
     """Whether PEFT supports GPT-2's `Conv1D`, whose weights are `(in, out)`."""
     patterns: Mapping[str, str] = {}
     """Maps options that can differ between layers to the entries which override them by pattern."""
-    settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    """Returns the entries that depend on all layers at once.
+    by_pattern: Callable[[Mapping[str, Any], str, Any], Any] = value_for
+    """Looks up the value for a layer in such an entry, given a default."""
+    settle: (
+        Callable[[Mapping[str, Written], dict[str, dict[str, Any]], Sequence[str]], dict[str, Any]] | None
+    ) = None
+    """Returns the entries that depend on all layers at once, given the options of each layer and the names in
+    `target_modules`.
 
     If these replace any options for individual layers, then this should pop them.
     """

@@ -334,7 +334,7 @@ def _entries(
         values = {layer: own[name] for layer, own in options.items() if name in own}
         if name in method.patterns:
             targets = {f"{layer}.weight" if layer in by_weight else layer: x for layer, x in values.items()}
-            config[name], config[method.patterns[name]] = _by_pattern(targets)
+            config[name], config[method.patterns[name]] = _by_pattern(name, targets, method)
         else:
             config[name] = _in_common(name, values)
     of_all: dict[str, Any] = {}
@@ -483,7 +483,7 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
     return next(iter(values.values()))
 
 
-def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _by_pattern(what: str, values: dict[str, Any], method: Method) -> tuple[Any, dict[str, Any]]:
     """Returns the most common value, together with a dict from name patterns to all the other values."""
     counts = Counter(values.values())
     # If several are equally common then pick the smallest one, so that the result is deterministic.
@@ -493,7 +493,15 @@ def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         last = _last(layer)
         alike = {v for other, v in values.items() if _last(other) == last} == {value}
         if value != common:
-            out[last if alike else f"^{layer}"] = value
+            # Not all methods match an anchor.
+            exact = layer if method.by_pattern({f"^{layer}": True}, layer, None) is None else f"^{layer}"
+            out[last if alike else exact] = value
+    for layer, value in values.items():
+        if method.by_pattern(out, layer, common) != value:
+            raise ValueError(
+                f"PEFT's files of {method.peft_type} have {what} by the ends of names, and cannot tell "
+                f"{layer} from another layer whose {what} differs."
+            )
     return common, out
 
 

@@ -84,6 +84,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
 _TIED, _ALIKE = {"tie_word_embeddings": True}, {"ensure_weight_tying": True}
 _PISSA = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"}
+_QV = {"target_modules": ["q_proj", "v_proj"]}
 #: The kind of a model and its options; the kind of a configuration and its options.
 _CONFIGURATIONS = {
     "alpha of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate.weight": 64}}),
@@ -102,6 +103,15 @@ _CONFIGURATIONS = {
     "olora of a tied output layer": ("Llama", _TIED, "Lora", {**_PISSA, "init_lora_weights": "olora"}),
     "weight of an embedding": ("Llama", {}, "Lora", {
         "target_modules": ["v_proj"], "target_parameters": ["embed_tokens.weight"],
+    }),
+    "frequencies": ("Llama", {}, "FourierFT", {
+        **_QV, "n_frequency": 20, "n_frequency_pattern": {"layers.0.self_attn.q_proj": 40},
+    }),
+    "frequencies of alternatives": ("Llama", {}, "FourierFT", {
+        **_QV, "n_frequency": 20, "n_frequency_pattern": {"q_proj|v_proj": 40},
+    }),
+    "blocks": ("Llama", {}, "C3A", {
+        **_QV, "block_size": 16, "block_size_pattern": {"layers.0.self_attn.q_proj": 8},
     }),
 }  # fmt: skip
 

@@ -339,6 +339,32 @@ def test_damaged_files(make, edit, options, message, tmp_path):
         peft.load_adapter(_edited(tmp_path, _adapted(make), edit, **options), MLP)
 
 
+def _frequencies(w, n):
+    return METHODS["FOURIERFT"].start(w, key=None, layout=ql.Layout.parse("oi"), n_frequency=n)
+
+
+def test_patterns_of_methods_that_match_no_anchor(tmp_path):
+    """FourierFT and C³A take a whole name or its end, without brackets around the alternatives."""
+    layers = {"a": {"fc": {"weight": jnp.ones((8, 8))}}, "b": {"fc": {"weight": jnp.ones((8, 8))}}}
+    base = {"net": layers, "fc": {"weight": jnp.ones((8, 8))}}
+    file = tmp_path / "adapter_config.json"
+
+    def save(sizes):
+        new = {f"{name}.weight": _frequencies(jnp.ones((8, 8)), n) for name, n in sizes.items()}
+        peft.save_adapter(tmp_path, replace(base, new))
+
+    save({"net.a.fc": 4, "net.b.fc": 8, "fc": 4})
+    config = json.loads(file.read_text())
+    assert config["n_frequency_pattern"] == {"net.b.fc": 8}
+    found = named_arrays(peft.load_adapter(tmp_path, base))
+    assert {x.spectrum.size for x in found.values()} == {4, 8}
+    assert found["net.b.fc.weight"].spectrum.size == 8
+    file.write_text(json.dumps(config | {"n_frequency_pattern": {"b.fc|a.fc": 8}}))
+    assert named_arrays(peft.load_adapter(tmp_path, base))["net.b.fc.weight"].spectrum.size == 8
+    with pytest.raises(ValueError, match=r"by the ends of names, and cannot tell net\.\w\.fc from"):
+        save({"net.a.fc": 4, "net.b.fc": 4, "fc": 8})
+
+
 def test_layers_that_a_method_does_not_adapt(tmp_path):
     conv = {"conv": eqx.nn.Conv2d(2, 4, 2, key=jax.random.key(0)), "lin": MLP.layers[0]}
     axes = {"in_axes": (-3, -2, -1), "out_axes": (-4,)}
