@@ -142,7 +142,7 @@ def tensors_and_config(
         layer = new.rpartition(".")[0].rpartition(".")[2]
         if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
             trained[new] = leaf
-    in_full = _trained_config(names, adapters, trained)
+    in_full = _trained_config(method, names, adapters, trained)
     _check_held(method, model, names, adapters, in_full)
     family = getattr(getattr(model, "config", None), "family", None)
     tensors, of_all, entries = _entries(method, names, in_file, adapters, family)
@@ -532,30 +532,33 @@ def _targets(
 
 
 def _trained_config(
-    names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
+    method: Method, names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the configuration entries for arrays that are trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
+    # PEFT saves a module with all that is inside it, so we must only list the outermost ones.
+    outer = {module for module in modules if not _is_inside(module, modules)}
     for new, leaf in names.items():
-        if (
-            new.rpartition(".")[0] in modules
-            and new not in trained
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-        ):
+        if _is_inside(new, outer) and new not in trained and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"PEFT's files hold whole modules; {new} is not trained, and other arrays of its module are. "
                 "Name the module in `modules_to_save`."
             )
-    biases = {new for new in trained if new.rpartition(".")[0] not in modules}
-    others = [new for new in names if new.rpartition(".")[0] not in modules]
-    modes = ("none", "lora_only", "all")
+    biases = {new for new in trained if not _is_inside(new, outer)}
+    others = [new for new in names if not _is_inside(new, outer)]
+    modes = ("none", f"{method.name}_only", "all")
     bias = next((mode for mode in modes if {*biases_of(mode, others, adapters)} == biases), None)
     if bias is None:
         raise ValueError(
             "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "
             f"{', '.join(sorted(biases))}."
         )
-    return {"bias": bias, "modules_to_save": _unambiguous(modules - {""}, names) or None}
+    return {"bias": bias, "modules_to_save": _unambiguous(outer, names) or None}
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in modules for n in range(1, len(parts)))
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:

@@ -113,6 +113,9 @@ _CONFIGURATIONS = {
     "blocks": ("Llama", {}, "C3A", {
         **_QV, "block_size": 16, "block_size_pattern": {"layers.0.self_attn.q_proj": 8},
     }),
+    "module with layers": ("Qwen3Next", CASES["qwen3_next, dense"][1], "Lora", {
+        "target_modules": ["q_proj"], "modules_to_save": ["linear_attn"],
+    }),
 }  # fmt: skip
 
 

@@ -350,3 +350,22 @@ def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
     assert {*written} == {*read}
     for key in read:
         np.testing.assert_array_equal(written[key], read[key])
+
+
+def test_a_module_with_parameters_and_layers(tmp_path):
+    """PEFT saves all that is inside a module, and finds nothing inside it to save again."""
+    sizes = {
+        **_CONFIG, "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 2, "head_dim": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "full_attention_interval": 2, "num_experts": 0,
+    }  # fmt: skip
+    base = drawn(Decoder, DecoderConfig.from_json(sizes), key=random_key())
+    options = {"rank": 2, "where": ["q_proj"], "key": jax.random.key(0)}
+    model = ql.loraify(base, modules_to_save=["linear_attn"], **options)
+    peft.save_adapter(tmp_path, model)
+    assert _config(tmp_path)["modules_to_save"] == ["model.layers.0.linear_attn"]
+    again = peft.load_adapter(tmp_path, base)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    some = ql.loraify(base, modules_to_save=["A_log"], **options)
+    with pytest.raises(ValueError, match=r"linear_attn\.\S+ is not trained, and other arrays of its module"):
+        peft.save_adapter(tmp_path, some)
