@@ -1,6 +1,6 @@
 """BOFT: rotates a layer's inputs by butterfly factors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def _write_boft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"blocks": x.blocks, "scale": scale}, {"block": (b, n), "boft_n_butterfly_factor": m}
 
 
-def _settle_boft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_boft(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
     size, number = size_or_number("BOFT", options)
     return {"boft_block_size": size, "boft_block_num": number}
 

@@ -309,7 +309,9 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
     return {"a": x.a.reshape(-1, x.a.shape[-1]), "b": b.reshape(len(b), -1)}
 
 
-def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle(
+    layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
+) -> dict[str, Any]:
     """Returns the entries for how the adapters were initialised, or for which tokens invoke them."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
@@ -428,7 +430,9 @@ def _read_rows(layer: Layer) -> TrainableRows:
     return TrainableRows(layer.w, rows, tuple(tokens))
 
 
-def _settle_tokens(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_tokens(
+    layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
+) -> dict[str, Any]:
     found: Any = {name.rpartition(".")[2]: list(x.array.indices) for name, x in layers.items()}
     if found.keys() <= {"embed_tokens"}:  # PEFT's default
         found = found.get("embed_tokens")

@@ -152,7 +152,7 @@ def _write_oft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"embedding" if x.of_outputs else "skew": x.skew}, options
 
 
-def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_oft(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
     _warn_of_windows([*layers.values()], {})
     blocks = {name: own["block"] for name, own in options.items()}
     inputs = {

@@ -393,16 +393,3 @@ def as_written(path: str, x: Any) -> float | int:
     short = float(f"{found[0]:.6g}")
     x = short if abs(found[0] - short) < 5e-7 * abs(short) else float(str(np.float32(found[0])))
     return int(x) if x == int(x) else x
-
-
-def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Shortens names to their last components, as is common in PEFT's configuration files.
-
-    Names that would then also match any in `others` are left unchanged.
-    """
-
-    def last(name: Any) -> Any:
-        return name.rpartition(".")[2]
-
-    theirs = {last(name) for name in others if name not in chosen}
-    return sorted({name if last(name) in theirs else last(name) for name in chosen})

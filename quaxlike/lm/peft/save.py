@@ -328,8 +328,10 @@ def _entries(
         stem = wrapped.get(layer, layer)
         tensors |= {f"{stem}{method.parts[part]}": x for part, x in parts.items() if x is not None}
     config = {name: option.default for name, option in method.options.items() if not option.is_recent}
+    modules = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *by_weight)}
+    config["target_modules"] = _targets(names, modules, layouts)
     if method.settle is not None:
-        config |= method.settle(adapters, options)
+        config |= method.settle(adapters, options, config["target_modules"] or ())
     for name in dict.fromkeys(name for own in options.values() for name in own):
         values = {layer: own[name] for layer, own in options.items() if name in own}
         if name in method.patterns:
@@ -344,7 +346,6 @@ def _entries(
         config |= entries
     if "fan_in_fan_out" in config:
         config["fan_in_fan_out"] = any(x.is_fan_in_fan_out for x in adapters.values())
-    modules = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *by_weight)}
     if parameters := [*wrapped, *(f"{layer}.weight" for layer in by_weight)]:
         config["target_parameters"] = sorted(parameters)
         if config.get("lora_dropout"):
@@ -354,8 +355,7 @@ def _entries(
                 stacklevel=5,
             )
             config["lora_dropout"] = 0.0
-    config |= {"peft_type": method.peft_type, "target_modules": _targets(names, modules, layouts)}
-    return tensors, of_all, config
+    return tensors, of_all, config | {"peft_type": method.peft_type}
 
 
 def _adapted_by_weight(

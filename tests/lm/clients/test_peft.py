@@ -116,6 +116,7 @@ _CONFIGURATIONS = {
     "module with layers": ("Qwen3Next", CASES["qwen3_next, dense"][1], "Lora", {
         "target_modules": ["q_proj"], "modules_to_save": ["linear_attn"],
     }),
+    "gpt2, ia3": ("GPT2", _TIED, "IA3", {}),
 }  # fmt: skip
 
 

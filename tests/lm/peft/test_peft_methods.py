@@ -305,6 +305,7 @@ VERA = lambda w: adapters.VeRAArray(w, A, A.T, jnp.ones(2), jnp.ones(8))
 A = normal(2, 8)
 
 
+IA3 = lambda w: adapters.IA3Array(w, inputs=jnp.ones(8))
 MISS = lambda w: adapters.MiSSArray(w, jnp.ones((2, 8)))
 C3A = lambda w: adapters.C3AArray(w, jnp.ones((2, 2, 4)))
 
@@ -337,6 +338,28 @@ def _with(key, *shape):
 def test_damaged_files(make, edit, options, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         peft.load_adapter(_edited(tmp_path, _adapted(make), edit, **options), MLP)
+
+
+def test_inputs_and_outputs_of_layers_whose_names_end_alike(tmp_path):
+    """PEFT's (IA)³ requires that `feedforward_modules` are some of `target_modules`."""
+    w = jnp.ones((8, 8))
+    base = {part: {x: {"weight": w} for x in ("fc", "proj")} for part in ("attn", "mlp")}
+    outputs = lambda w: adapters.IA3Array(w, outputs=jnp.ones(8))
+    entries = lambda: json.loads((tmp_path / "adapter_config.json").read_text())
+    for where, inside, targets, feedforward in (
+        (["fc", "mlp.proj"], ["proj"], ["attn.fc", "mlp.fc", "mlp.proj"], ["mlp.proj"]),
+        (["fc", "proj"], ["proj"], ["fc", "proj"], ["proj"]),
+        (["proj"], ["mlp.proj"], ["attn.proj", "mlp.proj"], ["mlp.proj"]),
+    ):
+        chosen = ql.select(base, where)
+        inputs = [name for name in chosen if f".{layer_of(name)}".endswith(tuple(f".{x}" for x in inside))]
+        others = [name for name in chosen if name not in inputs]
+        model = _adapted(IA3, base, where=inputs)
+        model = _adapted(outputs, model, where=others)
+        peft.save_adapter(tmp_path, model)
+        assert entries()["target_modules"] == targets
+        assert entries()["feedforward_modules"] == feedforward
+        assert tree_equal(peft.load_adapter(tmp_path, base), model)
 
 
 def _frequencies(w, n):
