@@ -10,7 +10,7 @@ from ..arrays.zero import Identity
 from .combinators import RotatedArray, ScaledArray
 from .method import MethodArray
 from .oft import cayley, size_or_number
-from .record import DROPOUT, Layer, Method, Weight, Written, count, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, starts
 
 
 class BOFTArray(MethodArray):
@@ -112,6 +112,7 @@ BOFT = Method(
     "BOFT", BOFTArray, boft,
     parts={"blocks": ".boft_R", "scale": ".boft_s"},
     options={
+        "bias": BIAS,
         "boft_block_size": count(4, 0), "boft_block_num": count(0, 0), "boft_n_butterfly_factor": count(1),
         "boft_dropout": DROPOUT,
     },

@@ -12,6 +12,7 @@ from .combinators import SumArray
 from .method import MethodArray
 from .random_numbers import Generator
 from .record import (
+    BIAS,
     Layer,
     Method,
     Option,
@@ -119,6 +120,7 @@ FOURIERFT = Method(
     "FOURIERFT", FourierFTArray, fourierft,
     parts={"spectrum": ".fourierft_spectrum"},
     options={
+        "bias": BIAS,
         "n_frequency": count(1000), "n_frequency_pattern": by_pattern(count(1000)), "scaling": number(150.0),
         "random_loc_seed": Option(777, "an integer", lambda x: type(x) is int), "fan_in_fan_out": flag(),
     },

@@ -18,7 +18,7 @@ from ..arrays.lora.matrices import as_matrix, halves, scaling_of, svd, with_fact
 from ..arrays.lora.trainable import LoraBias, TrainableRows
 from ..core.values import is_value
 from .alora import ALoRAArray
-from .record import Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
+from .record import BIAS, Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
 # Some initialisations don't modify the base, and others move a part of it into the adapter. For the second
 # group we can recompute this part from the base alone. The last group (of which we only list the prefixes)
@@ -99,7 +99,7 @@ _OPTIONS = {
     "lora_alpha": number(8),
     "rank_pattern": by_pattern(_RANK)._replace(expected="positive integers by pattern"),
     "alpha_pattern": by_pattern(number(8))._replace(expected="numbers by pattern"),
-    "bias": Option("none", "'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
+    "bias": BIAS,
     "lora_bias": flag()._replace(is_recent=True),
     "lora_dropout": Option(
         0.0, "a number from 0 to 1", lambda x: number(0).fits(x) and 0 <= x < 1

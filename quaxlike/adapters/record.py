@@ -73,6 +73,15 @@ def one_of(default: Any, *others: Any) -> Option:
 #: A dropout rate. We accept this for compatibility with PEFT, but dropout isn't implemented for these
 #: methods, so its value is ignored.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
+
+
+def _fits_bias(x: Any) -> bool:
+    return isinstance(x, str) and (x in ("none", "all") or x.endswith("_only"))
+
+
+#: Which biases are trained, where for example `"vera_only"` stands for those of the adapted layers. PEFT just
+#: looks at the ending.
+BIAS = Option("none", "'none', 'all' or the name of the method and '_only'", _fits_bias)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 

@@ -155,7 +155,7 @@ def read_config(path: Path) -> AdapterConfig:
     method = BY_TYPE[kind]
     if "bias" not in method.options and fields.get("bias") not in (None, "none"):
         raise file_error(
-            path, "bias", f"expected 'none', since PEFT's files of {method.peft_type} hold no biases; found "
+            path, "bias", f"expected 'none', since PEFT's {method.peft_type} trains no biases; found "
             f"{quoted(fields['bias'])}",
         )  # fmt: skip
     known = {**_OF_ALL, **method.options}

@@ -377,7 +377,7 @@ class _File:
 
         PEFT saves these automatically if the embeddings were resized using `resize_token_embeddings`.
         """
-        trains_biases = config.option("bias") in ("all", "lora_only")
+        trains_biases = config.option("bias") not in (None, "none")
         for name in [name for name in self.trained if is_of_tokens(name)]:
             if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))

@@ -280,7 +280,9 @@ def _check_held(
         )
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
-    if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
+    if (own_biases and "lora_bias" not in method.options) or (
+        "bias" not in method.options and in_full["bias"] != "none"
+    ):
         found = "biases that are trained"
     elif any(isinstance(x, TrainableRows) for x in names.values()) and not method.beside:
         found = "rows of embeddings that are trained"

@@ -117,6 +117,13 @@ _CONFIGURATIONS = {
         "target_modules": ["q_proj"], "modules_to_save": ["linear_attn"],
     }),
     "gpt2, ia3": ("GPT2", _TIED, "IA3", {}),
+    **{f"{name}, {bias}": ("Qwen2", {}, name, {**_QV, "bias": bias, **options}) for name, bias, options in (
+        ("Vera", "all", {"r": 8}), ("Vera", "vera_only", {"r": 8}), ("HRA", "hra_only", {}),
+        ("BOFT", "all", {"boft_block_size": 4}), ("OFT", "oft_only", {"oft_block_size": 8}),
+        ("AdaLora", "all", {"init_r": 4, "target_r": 2, "total_step": 100}), ("Delora", "delora_only", {}),
+        ("FourierFT", "all", {"n_frequency": 20}), ("C3A", "c3a_only", {"block_size": 16}),
+        ("Miss", "MiSS_only", {}), ("Gralora", "all", {"r": 4}), ("RandLora", "all", {"r": 8}),
+    )},
 }  # fmt: skip
 
 

@@ -323,7 +323,9 @@ def _with(key, *shape):
     [
         (OFT, None, {"odd": 3}, "'odd': 3 is not supported"),
         (OFT, None, {"oft_block_size": -1}, "'oft_block_size': expected an integer of at least 0; found -1"),
-        (OFT, None, {"bias": "all"}, "'bias': expected 'none', since PEFT's files of OFT hold no biases"),
+        (OFT, None, {"bias": "some"}, "'bias': expected 'none', 'all' or the name of the method"),
+        (OFT, None, {"bias": "oft_only"}, r"layers\.0\.bias': is missing: modules_to_save or bias"),
+        (IA3, None, {"bias": "all"}, "'bias': expected 'none', since PEFT's IA3 trains no biases"),
         (OFT, None, {"target_modules": ["0"]}, "layers.1.oft_R.weight': is not expected: target_modules"),
         (OFT, _without("model.layers.0.oft_R.weight"), {}, "layers.0.oft_R.weight': is missing"),
         (OFT, _with("model.layers.0.oft_R.weight", 3, 6), {}, r"with b dividing 8; found \(3, 6\)"),
@@ -338,6 +340,19 @@ def _with(key, *shape):
 def test_damaged_files(make, edit, options, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         peft.load_adapter(_edited(tmp_path, _adapted(make), edit, **options), MLP)
+
+
+@pytest.mark.parametrize("bias", ["oft_only", "all"])
+def test_biases_beside_other_methods(bias, tmp_path):
+    model = _adapted(OFT, where=["layers.0"])
+    trained = [0] if bias == "oft_only" else [0, 1]
+    model = eqx.tree_at(
+        lambda m: [m.layers[i].bias for i in trained], model, [ql.TrainableArray(A[i]) for i in trained]
+    )
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["bias"] == bias
+    assert "base_model.model.layers.0.base_layer.bias" in open_tensors(tmp_path / "adapter_model.safetensors")
+    assert tree_equal(peft.load_adapter(tmp_path, MLP), model)
 
 
 def test_inputs_and_outputs_of_layers_whose_names_end_alike(tmp_path):
@@ -409,9 +424,9 @@ def test_layers_that_a_method_does_not_adapt(tmp_path):
     [
         (lambda: _adapted(OFT, _adapted(VERA, where=["layers.0"]), exclude=["layers.0"]),
          r"adapters of one method; the model has VERA \(layers.0.weight\), OFT \(layers.1.weight\)"),
-        (lambda: eqx.tree_at(lambda m: [layer.bias for layer in m.layers], _adapted(OFT),
+        (lambda: eqx.tree_at(lambda m: [layer.bias for layer in m.layers], _adapted(IA3),
                              2 * [ql.TrainableArray(jnp.ones(8))]),
-         "PEFT's files of OFT do not hold biases that are trained"),
+         "PEFT's files of IA3 do not hold biases that are trained"),
         (lambda: _adapted(lambda w: adapters.IA3Array(w, jnp.ones(8))),
          "the inputs of layers.0, or of its outputs and its bias; here are factors of outputs. .*`of_inputs"),
         (lambda: _adapted(lambda w: adapters.FourierFTArray(w, A[0], jnp.arange(8))),
