@@ -83,6 +83,7 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
 _TIED, _ALIKE = {"tie_word_embeddings": True}, {"ensure_weight_tying": True}
+_GPT2 = {**_TIED, "head_dim": 12, "num_key_value_heads": 4}
 _PISSA = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"}
 _QV = {"target_modules": ["q_proj", "v_proj"]}
 #: The kind of a model and its options; the kind of a configuration and its options.
@@ -94,8 +95,8 @@ _CONFIGURATIONS = {
         "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"],
         "alpha_pattern": {"q_proj.weight": 64},
     }),
-    "gpt2, lora alike": ("GPT2", _TIED, "Lora", {"target_modules": ["wte", "c_attn"], **_ALIKE}),
-    "gpt2, saved alike": ("GPT2", _TIED, "Lora", {
+    "gpt2, lora alike": ("GPT2", _GPT2, "Lora", {"target_modules": ["wte", "c_attn"], **_ALIKE}),
+    "gpt2, saved alike": ("GPT2", _GPT2, "Lora", {
         "target_modules": ["c_attn"], "modules_to_save": ["wte"], **_ALIKE,
     }),
     "pissa of an output layer": ("Llama", {}, "Lora", _PISSA),
@@ -116,13 +117,13 @@ _CONFIGURATIONS = {
     "module with layers": ("Qwen3Next", CASES["qwen3_next, dense"][1], "Lora", {
         "target_modules": ["q_proj"], "modules_to_save": ["linear_attn"],
     }),
-    "gpt2, ia3": ("GPT2", _TIED, "IA3", {}),
+    "gpt2, ia3": ("GPT2", _GPT2, "IA3", {}),
     **{f"{name}, {bias}": ("Qwen2", {}, name, {**_QV, "bias": bias, **options}) for name, bias, options in (
         ("Vera", "all", {"r": 8}), ("Vera", "vera_only", {"r": 8}), ("HRA", "hra_only", {}),
         ("BOFT", "all", {"boft_block_size": 4}), ("OFT", "oft_only", {"oft_block_size": 8}),
         ("AdaLora", "all", {"init_r": 4, "target_r": 2, "total_step": 100}), ("Delora", "delora_only", {}),
         ("FourierFT", "all", {"n_frequency": 20}), ("C3A", "c3a_only", {"block_size": 16}),
-        ("Miss", "MiSS_only", {}), ("Gralora", "all", {"r": 4}), ("RandLora", "all", {"r": 8}),
+        ("Miss", "MiSS_only", {"r": 8}), ("Gralora", "all", {"r": 4}), ("RandLora", "all", {"r": 8}),
     )},
 }  # fmt: skip
 
