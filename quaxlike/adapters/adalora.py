@@ -8,7 +8,7 @@ import equinox as eqx
 from ..arrays.lora.array import LoraArray, padded_to
 from .lora import INFORMATIVE
 from .method import MethodArray
-from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number, starts
+from .record import BIAS, DROPOUT, Layer, Method, Option, Weight, count, flag, number, starts
 
 
 class AdaLoRAArray(MethodArray):
@@ -87,6 +87,7 @@ ADALORA = Method(
     "ADALORA", AdaLoRAArray, adalora,
     parts={"a": ".lora_A", "b": ".lora_B", "e": ".lora_E"},
     options={
+        "bias": BIAS,
         "init_r": count(12), "lora_alpha": number(8), "rank_pattern": _KEPT, "lora_dropout": DROPOUT,
         "fan_in_fan_out": flag(),
     },

@@ -1,6 +1,6 @@
 """BOFT: rotates a layer's inputs by butterfly factors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from ..arrays.zero import Identity
 from .combinators import RotatedArray, ScaledArray
 from .method import MethodArray
 from .oft import cayley, size_or_number
-from .record import DROPOUT, Layer, Method, Weight, Written, count, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, starts
 
 
 class BOFTArray(MethodArray):
@@ -103,7 +103,7 @@ def _write_boft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"blocks": x.blocks, "scale": scale}, {"block": (b, n), "boft_n_butterfly_factor": m}
 
 
-def _settle_boft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_boft(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
     size, number = size_or_number("BOFT", options)
     return {"boft_block_size": size, "boft_block_num": number}
 
@@ -112,6 +112,7 @@ BOFT = Method(
     "BOFT", BOFTArray, boft,
     parts={"blocks": ".boft_R", "scale": ".boft_s"},
     options={
+        "bias": BIAS,
         "boft_block_size": count(4, 0), "boft_block_num": count(0, 0), "boft_n_butterfly_factor": count(1),
         "boft_dropout": DROPOUT,
     },

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .._patterns import value_by_end
 from ..arrays.structured import BlockCirculantMatrix
 from .combinators import SumArray
 from .method import MethodArray
-from .record import Layer, Method, Weight, Written, by_pattern, count, starts
+from .record import BIAS, Layer, Method, Weight, Written, by_pattern, count, starts
 
 
 class C3AArray(MethodArray):
@@ -64,6 +65,7 @@ def _write_c3a(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 C3A = Method(
     "C3A", C3AArray, c3a,
     parts={"kernel": ".c3a_kernel"},
-    options={"block_size": count(256), "block_size_pattern": by_pattern(count(256))},
+    options={"bias": BIAS, "block_size": count(256), "block_size_pattern": by_pattern(count(256))},
     read=_read_c3a, write=_write_c3a, conv1d=False, patterns={"block_size": "block_size_pattern"},
+    by_pattern=value_by_end,
 )  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..arrays.lora.array import LoraArray
 from ..core.values import materialise
 from .method import MethodArray
-from .record import DROPOUT, RANK, Layer, Method, Weight, Written, starts
+from .record import BIAS, DROPOUT, RANK, Layer, Method, Weight, Written, starts
 
 
 class DeLoRAArray(MethodArray):
@@ -99,7 +99,7 @@ DELORA = Method(
     parts={
         "a": ".delora_A", "b": ".delora_B", "strength": ".delora_lambda", "column_norms": ".delora_w_norm",
     },
-    options={**RANK, "module_dropout": DROPOUT},
+    options={"bias": BIAS, **RANK, "module_dropout": DROPOUT},
     read=_read_delora, write=_write_delora, conv1d=False, patterns={"r": "rank_pattern"},
     informative=("delora_lambda", "lambda_pattern", "init_weights"),
 )  # fmt: skip

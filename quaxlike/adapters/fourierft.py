@@ -7,10 +7,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from .._patterns import value_by_end
 from .combinators import SumArray
 from .method import MethodArray
 from .random_numbers import Generator
 from .record import (
+    BIAS,
     Layer,
     Method,
     Option,
@@ -118,8 +120,10 @@ FOURIERFT = Method(
     "FOURIERFT", FourierFTArray, fourierft,
     parts={"spectrum": ".fourierft_spectrum"},
     options={
+        "bias": BIAS,
         "n_frequency": count(1000), "n_frequency_pattern": by_pattern(count(1000)), "scaling": number(150.0),
         "random_loc_seed": Option(777, "an integer", lambda x: type(x) is int), "fan_in_fan_out": flag(),
     },
     read=_read_fourierft, write=_write_fourierft, patterns={"n_frequency": "n_frequency_pattern"},
+    by_pattern=value_by_end,
 )  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..arrays.lora.array import LoraArray
 from ..arrays.structured import BlockDiagonalMatrix
 from .method import MethodArray
-from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
 
 
 class GraLoRAArray(MethodArray):
@@ -102,6 +102,7 @@ GRALORA = Method(
         "general_a": ".gralora_A_general.weight", "general_b": ".gralora_B_general.weight",
     },
     options={
+        "bias": BIAS,
         "r": count(32), "hybrid_r": count(0, 0), "alpha": number(64), "gralora_k": count(2),
         "gralora_dropout": DROPOUT, "fan_in_fan_out": flag(),
     },

@@ -11,7 +11,7 @@ from ..arrays.dot_axes import cast, in_float32
 from ..arrays.structured import DiagonalMatrix, LowRankUpdate
 from .combinators import RotatedArray
 from .method import MethodArray
-from .record import Layer, Method, Weight, Written, count, flag, starts
+from .record import BIAS, Layer, Method, Weight, Written, count, flag, starts
 
 
 class HRAArray(MethodArray):
@@ -83,6 +83,6 @@ def _write_hra(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 HRA = Method(
     "HRA", HRAArray, hra,
     parts={"u": ".hra_u"},
-    options={"r": count(8), "apply_GS": flag()},
+    options={"bias": BIAS, "r": count(8), "apply_GS": flag()},
     read=_read_hra, write=_write_hra, kinds=("linear", "matrix", "conv"), conv1d=False,
 )  # fmt: skip

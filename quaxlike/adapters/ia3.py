@@ -1,7 +1,7 @@
 """(IA)³: scales a layer's outputs, inputs and bias."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +15,7 @@ from ..arrays.lora.trainable import TransparentValue
 from ..core.values import materialise
 from .combinators import HadamardArray, ScaledArray
 from .method import MethodArray
-from .record import Layer, Method, Option, Weight, Written, flag, short_names, starts
+from .record import Layer, Method, Option, Weight, Written, flag, starts
 
 
 class IA3Array(MethodArray):
@@ -160,9 +160,15 @@ def _named(x: Any, bias: Any) -> str:
     return ", ".join(name for name, found in there.items() if found) or "nothing"
 
 
-def _settle(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    of_inputs = {name for name, own in options.items() if own.pop("feedforward")}
-    return {"feedforward_modules": short_names(of_inputs, {*layers})}
+def _settle(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
+    of_inputs = [name for name, own in options.items() if own.pop("feedforward")]
+    others = [name for name in layers if name not in of_inputs]
+    # PEFT requires that these are some of the names in `target_modules`. It compares them with the ends of
+    # names, wherever a component begins.
+    named = [x for x in targets if any(name == x or name.endswith(f".{x}") for name in of_inputs)]
+    if not any(name.endswith(x) for x in named for name in others):
+        return {"feedforward_modules": named}
+    return {"feedforward_modules": sorted(of_inputs), "target_modules": sorted(layers)}
 
 
 _NAMES = Option(

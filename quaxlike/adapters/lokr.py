@@ -130,7 +130,9 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     return parts, options
 
 
-def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_lokr(
+    layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
+) -> dict[str, Any]:
     """Returns the limit on the first factors, along with whether the first matrices are low-rank too.
 
     PEFT doesn't store the matrix shapes, so we need to find a limit that reproduces them all.

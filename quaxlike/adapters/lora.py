@@ -18,7 +18,7 @@ from ..arrays.lora.matrices import as_matrix, halves, scaling_of, svd, with_fact
 from ..arrays.lora.trainable import LoraBias, TrainableRows
 from ..core.values import is_value
 from .alora import ALoRAArray
-from .record import Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
+from .record import BIAS, Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
 # Some initialisations don't modify the base, and others move a part of it into the adapter. For the second
 # group we can recompute this part from the base alone. The last group (of which we only list the prefixes)
@@ -50,6 +50,11 @@ def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) ->
 def _init_of(options: Mapping[str, Any]) -> Any:
     init = options["init_lora_weights"]
     return init.lower() if isinstance(init, str) else init
+
+
+def changes_base(options: Mapping[str, Any]) -> bool:
+    """Returns whether the initialisation moves a part of the base into the adapter."""
+    return options.get("init_lora_weights") is not None and _init_of(options) in _CHANGES_BASE
 
 
 def _fits_init(x: Any) -> bool:
@@ -94,7 +99,7 @@ _OPTIONS = {
     "lora_alpha": number(8),
     "rank_pattern": by_pattern(_RANK)._replace(expected="positive integers by pattern"),
     "alpha_pattern": by_pattern(number(8))._replace(expected="numbers by pattern"),
-    "bias": Option("none", "'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
+    "bias": BIAS,
     "lora_bias": flag()._replace(is_recent=True),
     "lora_dropout": Option(
         0.0, "a number from 0 to 1", lambda x: number(0).fits(x) and 0 <= x < 1
@@ -174,7 +179,8 @@ def _read(layer: Layer) -> Any:
         magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
-    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT doesn't modify embeddings either.
+    # PEFT doesn't modify embeddings either.
+    if init in _CHANGES_BASE and layer.kind != "embedding" and not layer.has_base:
         if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
             raise layer.error("a", f"PEFT has no {init} for {layer.name}")
         try:
@@ -277,7 +283,10 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
     if axes == own[::-1]:  # This is an output layer that shares its adapter with the embedding it's tied to.
         if x.magnitude is not None:
-            raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
+            raise ValueError(
+                f"PEFT has no DoRA that {layer.name} shares with the embedding that it is tied to. Merge the "
+                "model instead."
+            )
         return {"a": x.b.T, "b": x.a.T}
     if axes != own:
         raise ValueError(
@@ -307,7 +316,9 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
     return {"a": x.a.reshape(-1, x.a.shape[-1]), "b": b.reshape(len(b), -1)}
 
 
-def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle(
+    layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
+) -> dict[str, Any]:
     """Returns the entries for how the adapters were initialised, or for which tokens invoke them."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
@@ -339,6 +350,8 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
     **Raises:** `ValueError` if this can't represent what was subtracted from the base.
     """
+    # For the other layers, PEFT replaces whatever it computes by the base in the file.
+    layers = {layer: x for layer, x in layers.items() if not x.has_base}
     names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
     if not names:
         return True
@@ -425,7 +438,9 @@ def _read_rows(layer: Layer) -> TrainableRows:
     return TrainableRows(layer.w, rows[np.array([*last.values()], int)], tuple(last))
 
 
-def _settle_tokens(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_tokens(
+    layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
+) -> dict[str, Any]:
     found: Any = {name.rpartition(".")[2]: list(x.array.indices) for name, x in layers.items()}
     if found.keys() <= {"embed_tokens"}:  # PEFT's default
         found = found.get("embed_tokens")
@@ -455,5 +470,5 @@ LORA = Method(
     read=_read, write=_write, settle=_settle, refused=_refused, read_stack=_read_stack,
     kinds=("linear", "matrix", "conv", "embedding", "parameter"),
     others={"grouped conv": GROUPED, "other conv": GROUPED},
-    tied={"embedding_a": "b", "embedding_b": "a"}, beside=(TOKENS,), informative=INFORMATIVE,
+    tied=True, beside=(TOKENS,), informative=INFORMATIVE,
 )  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..core.values import materialise
 from .combinators import SumArray
 from .method import MethodArray
-from .record import DROPOUT, Layer, Method, Weight, Written, count, one_of, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, one_of, starts
 
 
 class MiSSArray(MethodArray):
@@ -95,6 +95,7 @@ MISS = Method(
     "MISS", MiSSArray, miss,
     parts={"block": ".miss_block"},
     options={
+        "bias": BIAS,
         "r": count(64), "mini_r": count(1), "init_weights": one_of(True, False, "bat", "mini"),
         "miss_dropout": DROPOUT,
     },

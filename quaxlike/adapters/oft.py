@@ -13,7 +13,7 @@ from ..arrays.dot_axes import cast, in_float32
 from ..arrays.structured import BlockDiagonalMatrix
 from .combinators import RotatedArray
 from .method import MethodArray
-from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, number, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, flag, number, starts
 
 
 class OFTArray(MethodArray):
@@ -152,7 +152,7 @@ def _write_oft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"embedding" if x.of_outputs else "skew": x.skew}, options
 
 
-def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settle_oft(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
     _warn_of_windows([*layers.values()], {})
     blocks = {name: own["block"] for name, own in options.items()}
     inputs = {
@@ -185,6 +185,7 @@ OFT = Method(
     "OFT", OFTArray, oft,
     parts={"skew": ".oft_R.weight", "embedding": ".oft_embedding_R.weight"},
     options={
+        "bias": BIAS,
         "r": count(0, 0), "oft_block_size": count(32, 0), "module_dropout": DROPOUT, "coft": flag(),
         "eps": number(6e-5), "block_share": flag(), "use_cayley_neumann": flag(True),
         "num_cayley_neumann_terms": count(5),

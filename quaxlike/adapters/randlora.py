@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays.lora.array import LoraArray
 from .method import MethodArray
 from .random_numbers import Generator, randlora_projections
-from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
 from .shared_matrices import SEED, draws, given_matrices, read_shared, times, write_shared
 
 
@@ -154,6 +154,7 @@ RANDLORA = Method(
     "RANDLORA", RandLoRAArray, randlora,
     parts={"scale": ".randlora_lambda", "gamma": ".randlora_gamma", "a": ".randlora_A", "b": ".randlora_B"},
     options={
+        "bias": BIAS,
         "r": count(32), "randlora_alpha": number(640), "projection_prng_key": SEED,
         "save_projection": flag(True), "sparse": flag(), "very_sparse": flag(), "randlora_dropout": DROPOUT,
         "fan_in_fan_out": flag(),

@@ -73,6 +73,15 @@ def one_of(default: Any, *others: Any) -> Option:
 #: A dropout rate. We accept this for compatibility with PEFT, but dropout isn't implemented for these
 #: methods, so its value is ignored.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
+
+
+def _fits_bias(x: Any) -> bool:
+    return isinstance(x, str) and (x in ("none", "all") or x.endswith("_only"))
+
+
+#: Which biases are trained, where for example `"vera_only"` stands for those of the adapted layers. PEFT just
+#: looks at the ending.
+BIAS = Option("none", "'none', 'all' or the name of the method and '_only'", _fits_bias)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
@@ -132,6 +141,14 @@ class Layer(OnLayout):
     method: "Method"
     kind: str
     """The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight."""
+    target: str
+    """The name that patterns are matched with. PEFT includes `.weight` if it adapts this as a parameter."""
+    has_base: bool = False
+    """Whether the weight is from the file, and not from the model.
+
+    PEFT saves embeddings and output layers along with their adapters. This is after any initialisation that
+    changed them.
+    """
     shared: Any = None
     """The result of `Method.prepare`."""
 
@@ -150,7 +167,7 @@ class Layer(OnLayout):
         layers. For example, `rank_pattern` overrides `r`.
         """
         pattern, value = self.method.patterns.get(name), self.options[name]
-        return value if pattern is None else value_for(self.options[pattern], self.name, value)
+        return value if pattern is None else self.method.by_pattern(self.options[pattern], self.target, value)
 
     @property
     def is_in_file(self) -> bool:
@@ -209,6 +226,8 @@ class Written(NamedTuple):
     """The array's name in the model."""
     kind: str
     """The kind of its layout, or "parameter", as in `Layer`."""
+    has_base: bool = False
+    """Whether the weight is written as well, as in `Layer`."""
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -306,8 +325,13 @@ class Method(NamedTuple):
     """Whether PEFT supports GPT-2's `Conv1D`, whose weights are `(in, out)`."""
     patterns: Mapping[str, str] = {}
     """Maps options that can differ between layers to the entries which override them by pattern."""
-    settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    """Returns the entries that depend on all layers at once.
+    by_pattern: Callable[[Mapping[str, Any], str, Any], Any] = value_for
+    """Looks up the value for a layer in such an entry, given a default."""
+    settle: (
+        Callable[[Mapping[str, Written], dict[str, dict[str, Any]], Sequence[str]], dict[str, Any]] | None
+    ) = None
+    """Returns the entries that depend on all layers at once, given the options of each layer and the names in
+    `target_modules`.
 
     If these replace any options for individual layers, then this should pop them.
     """
@@ -342,11 +366,8 @@ class Method(NamedTuple):
 
     Some layers might not be adapted, in which case they don't have any tensors in the file.
     """
-    tied: Mapping[str, str] = {}
-    """Maps parts of an embedding adapter to the (transposed) parts in the adapter for a tied output layer.
-
-    This is empty if the file format doesn't support adapters for tied output layers.
-    """
+    tied: bool = False
+    """Whether an adapter on an embedding can be written for the output layer that is tied to it, too."""
     rewritten: Callable[[Any], Any] | None = None
     """Converts the array to another method, which is then written to the file instead."""
 
@@ -381,16 +402,3 @@ def as_written(path: str, x: Any) -> float | int:
     short = float(f"{found[0]:.6g}")
     x = short if abs(found[0] - short) < 5e-7 * abs(short) else float(str(np.float32(found[0])))
     return int(x) if x == int(x) else x
-
-
-def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Shortens names to their last components, as is common in PEFT's configuration files.
-
-    Names that would then also match any in `others` are left unchanged.
-    """
-
-    def last(name: Any) -> Any:
-        return name.rpartition(".")[2]
-
-    theirs = {last(name) for name in others if name not in chosen}
-    return sorted({name if last(name) in theirs else last(name) for name in chosen})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..arrays.lora.array import LoraArray
 from .method import MethodArray
 from .random_numbers import Generator, vera_projections
-from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
+from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 from .shared_matrices import SEED, draws, given_matrices, read_shared, times, write_shared
 
 
@@ -116,6 +116,7 @@ VERA = Method(
     "VERA", VeRAArray, vera,
     parts={"scale_a": ".vera_lambda_d", "scale_b": ".vera_lambda_b"},
     options={
+        "bias": BIAS,
         "r": count(256), "projection_prng_key": SEED, "save_projection": flag(True), "vera_dropout": DROPOUT,
         "fan_in_fan_out": flag(),
     },

@@ -24,6 +24,9 @@ _INFORMATIVE = (
     "task_type",
 )
 
+#: The names by which PEFT finds embeddings and output layers that are tied to each other.
+TIED_BY_PEFT = ("embed_tokens", "lm_head")
+
 
 def files_of(folder: Path) -> Pair:
     return Pair(folder, "adapter_config.json", "adapter_model.safetensors")
@@ -44,6 +47,22 @@ class AdapterConfig(NamedTuple):
     def option(self, name: str) -> Any:
         """Returns the value of an option, or None if the method doesn't have this option."""
         return self.options.get(name)
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether PEFT gives a tied embedding and output layer the same change (`ensure_weight_tying`).
+
+        It only does so if the configuration names one of them the way that Llama does. For example, it
+        ignores this option for GPT-2's `wte`.
+        """
+        if not self.option("ensure_weight_tying"):
+            return False
+        named = [*(self.modules_to_save or ())]
+        if isinstance(self.target_modules, str):
+            named += [name for name in TIED_BY_PEFT if fullmatch(self.target_modules, name)]
+        else:
+            named += self.target_modules or ()
+        return any(name.rpartition(".")[2] in TIED_BY_PEFT for name in named)
 
     def targets(self, layer: str) -> bool:
         """Returns whether the adapter targets this layer. Note that this isn't defined for `"all-linear"`."""
@@ -138,7 +157,7 @@ def read_config(path: Path) -> AdapterConfig:
     method = BY_TYPE[kind]
     if "bias" not in method.options and fields.get("bias") not in (None, "none"):
         raise file_error(
-            path, "bias", f"expected 'none', since PEFT's files of {method.peft_type} hold no biases; found "
+            path, "bias", f"expected 'none', since PEFT's {method.peft_type} trains no biases; found "
             f"{quoted(fields['bias'])}",
         )  # fmt: skip
     known = {**_OF_ALL, **method.options}

@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 from ..._arrays import from_numpy
 from ..._checked import checked
 from ..._patterns import PatternError
+from ...adapters.lora import changes_base
 from ...adapters.record import PREFIX, ROOT, Layer, Method
 from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
@@ -223,9 +224,9 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
     If it modifies them in the same way, then we instead remove the duplicate entries for the output layer
     from the file and its configuration. Models support untying by implementing `with_separate_head`. By
     default, PEFT only modifies the layer that is named, not the layer it is tied to. With
-    `ensure_weight_tying`, or for trained tokens, PEFT modifies both of them in the same way, and the file
-    might contain this change either once or twice. However, DoRA's magnitudes are never shared, as they are
-    of the columns of an embedding but of the rows of an output layer.
+    `ensure_weight_tying` (see `AdapterConfig.ties_head`), or for trained tokens, PEFT modifies both of them
+    in the same way, and the file might contain this change either once or twice. However, DoRA's magnitudes
+    are never shared, as they are of the columns of an embedding but of the rows of an output layer.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -242,9 +243,18 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
             "is for tokens of the embedding and of the output layer that is tied to it, of which "
             f"{others[0]} has a change of its own: that is not supported",
         )
+    adapted_head = next((keys for x, keys in file.adapters.items() if _is_head(x)), None)
+    has_base = any(f"{x}.weight" in file.bases for x in others)
+    if adapted_head and changes_base(config.options) and not has_base:
+        raise file.error(
+            next(iter(adapted_head.values())),
+            f"is for an output layer, and {config.option('init_lora_weights')!r} takes a part of its weight "
+            "and so of the embedding that is tied to it. We support this if the file holds what is left: "
+            "save the adapter in PEFT with `save_embedding_layers=True`",
+        )
     changed_apart = bool(others) or not file.has_one_embedding()
     own_magnitudes = any(_is_head(layer) and "magnitude" in keys for layer, keys in file.adapters.items())
-    apart = changed_apart and (own_magnitudes or not config.option("ensure_weight_tying"))
+    apart = changed_apart and (own_magnitudes or not config.ties_head)
     if apart or (of_head and of_head != of_embedding):
         return config, separated()
     file.drop_head()
@@ -368,7 +378,7 @@ class _File:
 
         PEFT saves these automatically if the embeddings were resized using `resize_token_embeddings`.
         """
-        trains_biases = config.option("bias") in ("all", "lora_only")
+        trains_biases = config.option("bias") not in (None, "none")
         for name in [name for name in self.trained if is_of_tokens(name)]:
             if not config.saves(name) and not (is_bias(name) and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))
@@ -459,7 +469,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
         targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
         targets = [layer for layer in modules if config.targets(layer)]
-    if config.option("ensure_weight_tying") and any(_is_head(x) or _is_embedding(x) for x in targets):
+    if config.ties_head and any(_is_head(x) or _is_embedding(x) for x in targets):
         # PEFT then adapts both layers. Unless they differ, we have already left out the output layer.
         targets += [x for x in modules if _is_head(x) and x in file.adapters and x not in targets]
     named = config.option("target_parameters") or ()
@@ -508,7 +518,12 @@ def _read_layers(
         if kind not in method.kinds:
             raise file.error(key, method.refusal(f"the model's {layer}", kind))
         own = file.over(leaf)
-        layers[layer] = Layer(leaf, layout, layer, bias, config.options, own, keys, method, kind)
+        by_weight = is_targeted(f"{layer}.weight", parameters) and not config.targets(layer)
+        target = f"{layer}.weight" if by_weight else layer
+        has_base = f"{layer}.weight" in file.bases
+        layers[layer] = Layer(
+            leaf, layout, layer, bias, config.options, own, keys, method, kind, target, has_base
+        )
     shared = None
     if method.prepare is not None:
         own = next((layer.file for layer in layers.values()), file)
@@ -536,7 +551,7 @@ def _read_stack(
         key = next(key for keys in experts.values() for key in keys.values())
         raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
     layers = [
-        Layer(leaf, layout, layer, None, config.options, file.over(leaf), keys, method, "parameter")
+        Layer(leaf, layout, layer, None, config.options, file.over(leaf), keys, method, "parameter", layer)
         for layer, keys in experts.items()
     ]
     array = method.read_stack(name, layers)

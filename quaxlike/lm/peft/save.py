@@ -27,11 +27,12 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
+from ...surgery.weight_axes import MATRIX
 from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
 from ..models.classifier import AbstractClassifier
 from ..models.decoder import Decoder
 from ..models.vocabulary import embeddings, is_of_tokens
-from .config import BY_TYPE, files_of
+from .config import BY_TYPE, TIED_BY_PEFT, files_of
 from .load import Rename, names_in_file
 from .stored import biases_of, is_bias, is_parameter, stored_as, why_unsupported, wrapped_names
 
@@ -122,7 +123,7 @@ def tensors_and_config(
 
     **Raises:** as for `save_adapter`.
     """
-    model = _rewritten(unstacked(model))
+    model, ties_head = _with_written_head(_rewritten(unstacked(model)), task_type)
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
         rename = {"model": body} if body else None
@@ -134,27 +135,32 @@ def tensors_and_config(
     names = {new: leaf for new, _, leaf in arrays}
     old = {new: name for new, name, _ in arrays}
     method = _method_of({name: leaf for _, name, leaf in arrays})
-    adapters = _layers(method, names, in_file, old)
+    with_embeddings = getattr(getattr(model, "config", None), "new_embeddings", False)
+    adapters = _layers(method, names, in_file, old, with_embeddings)
     trained = _trained(names, adapters)
     for new, leaf in names.items():
         layer = new.rpartition(".")[0].rpartition(".")[2]
         if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
             trained[new] = leaf
-    in_full = _trained_config(names, adapters, trained)
+    in_full = _trained_config(method, names, adapters, trained)
     _check_held(method, model, names, adapters, in_full)
     family = getattr(getattr(model, "config", None), "family", None)
     tensors, of_all, entries = _entries(method, names, in_file, adapters, family)
     for other in method.beside:
-        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old), family)
+        beside = _layers(other, names, in_file, old, with_embeddings)
+        more, _, others = _entries(other, names, in_file, beside, family)
         tensors, entries[other.entry] = tensors | more, others[other.entry]
-    if tied := _tied_head_entries(method, model, tensors, trained):
-        tensors, entries["ensure_weight_tying"] = tensors | tied, True
     entries |= {name: x for name, x in in_full.items() if name in (*entries, "modules_to_save")}
+    if ties_head and "ensure_weight_tying" in method.options:
+        entries["ensure_weight_tying"] = True
+        for entry in ("target_modules", "modules_to_save"):  # PEFT itself adds the output layer
+            kept = [name for name in entries[entry] or () if name.rpartition(".")[2] != "lm_head"]
+            entries[entry] = kept or None
     for new, array in trained.items():
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
-    if getattr(getattr(model, "config", None), "new_embeddings", False):  # the checkpoint has others
+    if with_embeddings:  # the checkpoint has others
         tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
     stored = {PREFIX + key: array for key, array in tensors.items()}
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
@@ -170,6 +176,26 @@ _DEFAULTS = {
     "auto_mapping": None, "exclude_modules": None, "inference_mode": True,
     "layers_pattern": None, "layers_to_transform": None, "revision": None,
 }  # fmt: skip
+
+
+def _with_written_head(model: PyTree, task_type: str | None) -> tuple[PyTree, bool]:
+    """Unties an output layer from the embedding if this is changed as a whole, as PEFT's files have that
+    change once for each of the two.
+
+    Also returns whether PEFT can tie them again, which it does by the name of the embedding.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "with_separate_head") or getattr(config, "headless", False):
+        return model, False
+    separated = model.with_separate_head()
+    if separated is model or task_type == "FEATURE_EXTRACTION":  # `AutoModel` has no output layer
+        return model, False
+    ends = tuple(f"{name}.weight" for name in names_of("embed_tokens"))
+    for name, x in named_arrays(model).items():
+        if name.endswith(ends) and isinstance(x, LoraArray | TrainableArray):
+            as_parameter = isinstance(x, LoraArray) and x.out_axes == MATRIX.out_axes
+            return separated, not as_parameter and layer_of(name).rpartition(".")[2] in TIED_BY_PEFT
+    return model, False
 
 
 def _record_of(x: Any) -> Method | None:
@@ -215,9 +241,13 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
 
 
 def _layers(
-    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None], paths: Mapping[str, str]
-) -> dict[str, Written]:
-    """Returns the layers that a method has adapted, keyed by their names in the file."""
+    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    paths: Mapping[str, str], with_embeddings: bool,
+) -> dict[str, Written]:  # fmt: skip
+    """Returns the layers that a method has adapted, keyed by their names in the file.
+
+    `with_embeddings` says whether the file will hold the embeddings and output layers as well.
+    """
     layers: dict[str, Written] = {}
     for new, x in names.items():
         if not isinstance(x, method.type):
@@ -226,9 +256,12 @@ def _layers(
         # This is an embedding even if its name suggests otherwise.
         is_embedding = [*method.kinds] == ["embedding"]
         layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
+        if "parameter" in method.kinds and layout.kind == "embedding" and x.out_axes == MATRIX.out_axes:
+            layout = MATRIX  # this was adapted as a parameter, or isn't an embedding despite its name
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
-        layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind)
+        has_base = with_embeddings and is_of_tokens(path)
+        layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind, has_base)
     return layers
 
 
@@ -237,9 +270,19 @@ def _check_held(
     in_full: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Raises an error for any trained arrays that can't be stored in the same file as these adapters."""
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    head = adapters.get("lm_head")
+    if is_tied and head is not None and getattr(head.array, "taken", None) is not None:
+        raise ValueError(
+            f"The initialisation of the adapter on {head.path} ({head.array.taken[0]}) changed this weight "
+            "alone. PEFT changes the embedding, too, since the checkpoint ties these. Pass `base`: the model "
+            "before it was adapted."
+        )
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
-    if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
+    if (own_biases and "lora_bias" not in method.options) or (
+        "bias" not in method.options and in_full["bias"] != "none"
+    ):
         found = "biases that are trained"
     elif any(isinstance(x, TrainableRows) for x in names.values()) and not method.beside:
         found = "rows of embeddings that are trained"
@@ -278,6 +321,7 @@ def _entries(
     """Returns the tensors for individual layers, the tensors for the whole model, and the configuration."""
     assert method.write is not None
     wrapped = wrapped_names(layer for layer, written in adapters.items() if written.kind == "parameter")
+    by_weight = _adapted_by_weight(method, names, layouts, adapters, family)
     tensors: dict[str, Any] = {}
     options: dict[str, dict[str, Any]] = {}
     for layer, written in adapters.items():
@@ -286,12 +330,15 @@ def _entries(
         stem = wrapped.get(layer, layer)
         tensors |= {f"{stem}{method.parts[part]}": x for part, x in parts.items() if x is not None}
     config = {name: option.default for name, option in method.options.items() if not option.is_recent}
+    modules = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *by_weight)}
+    config["target_modules"] = _targets(names, modules, layouts)
     if method.settle is not None:
-        config |= method.settle(adapters, options)
+        config |= method.settle(adapters, options, config["target_modules"] or ())
     for name in dict.fromkeys(name for own in options.values() for name in own):
         values = {layer: own[name] for layer, own in options.items() if name in own}
         if name in method.patterns:
-            config[name], config[method.patterns[name]] = _by_pattern(values)
+            targets = {f"{layer}.weight" if layer in by_weight else layer: x for layer, x in values.items()}
+            config[name], config[method.patterns[name]] = _by_pattern(name, targets, method)
         else:
             config[name] = _in_common(name, values)
     of_all: dict[str, Any] = {}
@@ -301,17 +348,7 @@ def _entries(
         config |= entries
     if "fan_in_fan_out" in config:
         config["fan_in_fan_out"] = any(x.is_fan_in_fan_out for x in adapters.values())
-    targets, parameters = adapters, [*wrapped]
-    if "parameter" in method.kinds:
-        every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
-        modules = {layer: x for layer, x in adapters.items() if layer not in wrapped}
-        taken = () if family is None else family.taken_for_experts
-        by_weight = [x for x in modules if is_router(x, every) or x.rpartition(".")[2] in taken]
-        for layer in by_weight:
-            _check_parameter(modules[layer])
-        targets = {layer: x for layer, x in modules.items() if layer not in by_weight}
-        parameters += [f"{layer}.weight" for layer in by_weight]
-    if parameters:
+    if parameters := [*wrapped, *(f"{layer}.weight" for layer in by_weight)]:
         config["target_parameters"] = sorted(parameters)
         if config.get("lora_dropout"):
             warnings.warn(
@@ -320,8 +357,28 @@ def _entries(
                 stacklevel=5,
             )
             config["lora_dropout"] = 0.0
-    config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
-    return tensors, of_all, config
+    return tensors, of_all, config | {"peft_type": method.peft_type}
+
+
+def _adapted_by_weight(
+    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    adapters: Mapping[str, Written], family: Family | None,
+) -> list[str]:  # fmt: skip
+    """Returns the layers whose weights PEFT adapts as parameters."""
+    if "parameter" not in method.kinds:
+        return []
+    every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
+    taken = () if family is None else family.taken_for_experts
+    tables = {layer_of(new) for new, x in layouts.items() if x is not None and x.kind == "embedding"}
+    out = [
+        layer
+        for layer, x in adapters.items()
+        if (x.kind == "matrix" and layer in tables)
+        or (x.kind != "parameter" and (is_router(layer, every) or layer.rpartition(".")[2] in taken))
+    ]
+    for layer in out:
+        _check_parameter(adapters[layer])
+    return out
 
 
 def _check_parameter(layer: Written) -> None:
@@ -334,8 +391,8 @@ def _check_parameter(layer: Written) -> None:
     }.items():
         if is_there:
             raise ValueError(
-                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router "
-                "or would be taken for experts."
+                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router, "
+                "an embedding, or would be taken for experts."
             )
 
 
@@ -379,27 +436,6 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
             f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_unsupported(layout)}."
         )
     return Layout(lora.out_axes, lora.in_axes, "matrix")
-
-
-def _tied_head_entries(
-    method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the entries that PEFT writes for a tied output layer. (These duplicate the ones for the
-    embedding.)
-    """
-    if not method.tied or any(name.startswith("lm_head") for name in tensors):
-        return {}
-    if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
-        return {}
-    out: dict[str, Any] = {}
-    for new, array in trained.items():
-        if new.endswith(tuple(f"{x}.weight" for x in names_of("embed_tokens"))):
-            out["lm_head.weight"] = array
-    for part, other in method.tied.items():
-        for key, array in tensors.items():
-            if key.endswith(method.parts[part]):
-                out[f"lm_head{method.parts[other]}"] = array.T
-    return out
 
 
 def _embeddings(
@@ -449,18 +485,31 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
     return next(iter(values.values()))
 
 
-def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _by_pattern(what: str, values: dict[str, Any], method: Method) -> tuple[Any, dict[str, Any]]:
     """Returns the most common value, together with a dict from name patterns to all the other values."""
     counts = Counter(values.values())
     # If several are equally common then pick the smallest one, so that the result is deterministic.
     common = max(counts, key=lambda value: (counts[value], -value))
     out: dict[str, Any] = {}
     for layer, value in values.items():
-        last = layer.rpartition(".")[2]
-        alike = {v for other, v in values.items() if other.rpartition(".")[2] == last} == {value}
+        last = _last(layer)
+        alike = {v for other, v in values.items() if _last(other) == last} == {value}
         if value != common:
-            out[last if alike else f"^{layer}"] = value
+            # Not all methods match an anchor.
+            exact = layer if method.by_pattern({f"^{layer}": True}, layer, None) is None else f"^{layer}"
+            out[last if alike else exact] = value
+    for layer, value in values.items():
+        if method.by_pattern(out, layer, common) != value:
+            raise ValueError(
+                f"PEFT's files of {method.peft_type} have {what} by the ends of names, and cannot tell "
+                f"{layer} from another layer whose {what} differs."
+            )
     return common, out
+
+
+def _last(target: str) -> str:
+    """Returns the last component of a layer's name, which in `….gate.weight` is `gate.weight`."""
+    return ".".join(target.split(".")[-2 if target.endswith(".weight") else -1 :])
 
 
 def _targets(
@@ -485,30 +534,33 @@ def _targets(
 
 
 def _trained_config(
-    names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
+    method: Method, names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the configuration entries for arrays that are trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not is_bias(new)}
+    # PEFT saves a module with all that is inside it, so we must only list the outermost ones.
+    outer = {module for module in modules if not _is_inside(module, modules)}
     for new, leaf in names.items():
-        if (
-            new.rpartition(".")[0] in modules
-            and new not in trained
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-        ):
+        if _is_inside(new, outer) and new not in trained and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"PEFT's files hold whole modules; {new} is not trained, and other arrays of its module are. "
                 "Name the module in `modules_to_save`."
             )
-    biases = {new for new in trained if new.rpartition(".")[0] not in modules}
-    others = [new for new in names if new.rpartition(".")[0] not in modules]
-    modes = ("none", "lora_only", "all")
+    biases = {new for new in trained if not _is_inside(new, outer)}
+    others = [new for new in names if not _is_inside(new, outer)]
+    modes = ("none", f"{method.name}_only", "all")
     bias = next((mode for mode in modes if {*biases_of(mode, others, adapters)} == biases), None)
     if bias is None:
         raise ValueError(
             "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "
             f"{', '.join(sorted(biases))}."
         )
-    return {"bias": bias, "modules_to_save": _unambiguous(modules - {""}, names) or None}
+    return {"bias": bias, "modules_to_save": _unambiguous(outer, names) or None}
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in modules for n in range(1, len(parts)))
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
@@ -526,6 +578,8 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
     """Rewrites the adapters so that applying them to `base` results in the same weights."""
+    if "lm_head.weight" in named_arrays(model) and hasattr(base, "with_separate_head"):
+        base = base.with_separate_head()  # the adapter might be on an output layer that is tied in the base
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

@@ -108,10 +108,10 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """Returns the biases that the option `bias` selects, i.e. all biases, the ones in the adapted `layers`,
-    or none.
+    """Returns the biases that the option `bias` selects, i.e. all biases, the ones in the adapted `layers`
+    (`"lora_only"` for LoRA), or none.
     """
-    if mode not in ("all", "lora_only"):
+    if mode in (None, "none"):
         return []
     return [x for x in names if is_bias(x) and (mode == "all" or x.rpartition(".")[0] in layers)]
 

@@ -89,6 +89,87 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     check(_theirs(folder(name), z, tmp_path / "ours"), ours, 5e-4)
 
 
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTER = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
+_TIED, _ALIKE = {"tie_word_embeddings": True}, {"ensure_weight_tying": True}
+_GPT2 = {**_TIED, "head_dim": 12, "num_key_value_heads": 4}
+_PISSA = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"}
+_QV = {"target_modules": ["q_proj", "v_proj"]}
+#: The kind of a model and its options; the kind of a configuration and its options.
+_CONFIGURATIONS = {
+    "alpha of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate.weight": 64}}),
+    "alpha of no router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "alpha_pattern": {"gate": 64}}),
+    "rank of a router": ("Mixtral", _EXPERTS, "Lora", {**_ROUTER, "rank_pattern": {"0.mlp.gate.weight": 1}}),
+    "alpha of a weight": ("Llama", {}, "Lora", {
+        "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"],
+        "alpha_pattern": {"q_proj.weight": 64},
+    }),
+    "gpt2, lora alike": ("GPT2", _GPT2, "Lora", {"target_modules": ["wte", "c_attn"], **_ALIKE}),
+    "gpt2, saved alike": ("GPT2", _GPT2, "Lora", {
+        "target_modules": ["c_attn"], "modules_to_save": ["wte"], **_ALIKE,
+    }),
+    "pissa of an output layer": ("Llama", {}, "Lora", _PISSA),
+    "pissa of a tied output layer": ("Llama", _TIED, "Lora", _PISSA),
+    "olora of a tied output layer": ("Llama", _TIED, "Lora", {**_PISSA, "init_lora_weights": "olora"}),
+    "weight of an embedding": ("Llama", {}, "Lora", {
+        "target_modules": ["v_proj"], "target_parameters": ["embed_tokens.weight"],
+    }),
+    "frequencies": ("Llama", {}, "FourierFT", {
+        **_QV, "n_frequency": 20, "n_frequency_pattern": {"layers.0.self_attn.q_proj": 40},
+    }),
+    "frequencies of alternatives": ("Llama", {}, "FourierFT", {
+        **_QV, "n_frequency": 20, "n_frequency_pattern": {"q_proj|v_proj": 40},
+    }),
+    "blocks": ("Llama", {}, "C3A", {
+        **_QV, "block_size": 16, "block_size_pattern": {"layers.0.self_attn.q_proj": 8},
+    }),
+    "module with layers": ("Qwen3Next", CASES["qwen3_next, dense"][1], "Lora", {
+        "target_modules": ["q_proj"], "modules_to_save": ["linear_attn"],
+    }),
+    "gpt2, ia3": ("GPT2", _GPT2, "IA3", {}),
+    **{f"{name}, {bias}": ("Qwen2", {}, name, {**_QV, "bias": bias, **options}) for name, bias, options in (
+        ("Vera", "all", {"r": 8}), ("Vera", "vera_only", {"r": 8}), ("HRA", "hra_only", {}),
+        ("BOFT", "all", {"boft_block_size": 4}), ("OFT", "oft_only", {"oft_block_size": 8}),
+        ("AdaLora", "all", {"init_r": 4, "target_r": 2, "total_step": 100}), ("Delora", "delora_only", {}),
+        ("FourierFT", "all", {"n_frequency": 20}), ("C3A", "c3a_only", {"block_size": 16}),
+        ("Miss", "MiSS_only", {"r": 8}), ("Gralora", "all", {"r": 4}), ("RandLora", "all", {"r": 8}),
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _CONFIGURATIONS)
+def test_configurations_of_peft(case, compare, tmp_path):
+    """Its adapters read here, and read there again from the files that we write."""
+    import peft as theirs
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind, sizes, method, options = _CONFIGURATIONS[case]
+    made(kind, {"num_hidden_layers": 2, **sizes}, tmp_path / "base")
+    fresh = lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    logits = lambda model: logits_of_transformers(model, ids, np.ones_like(ids, bool))
+    reread = lambda name: logits(theirs.PeftModel.from_pretrained(fresh(), tmp_path / name).eval())
+    ids = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32)
+    torch.manual_seed(0)
+    if method == "Lora":
+        options = {"r": 2, "lora_alpha": 4, **options}
+    config = getattr(theirs, f"{method}Config")(task_type="CAUSAL_LM", **options)
+    model = theirs.get_peft_model(fresh(), config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape)
+    model.save_pretrained(tmp_path / "theirs")
+    wanted = reread("theirs")
+    assert np.abs(wanted - logits(fresh())).max() > 0.01
+    adapted = peft.load_adapter(tmp_path / "theirs", load(tmp_path / "base")[0])
+    found = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, np.ones_like(ids, bool)))(adapted)
+    check = partial(compare, "PEFT", "adapters", kind.lower(), "logits")
+    check(found, wanted, 5e-4)
+    peft.save_adapter(tmp_path / "ours", adapted, task_type="CAUSAL_LM")
+    check(reread("ours"), wanted, 5e-4)
+
+
 def _reads_ours(theirs, folder, model, base, run, check, ids, seen):
     """PEFT computes what our model with an adapter does, on a model of its own."""
     from peft import PeftModel

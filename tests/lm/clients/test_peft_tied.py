@@ -147,6 +147,7 @@ def test_logits_are_those_of_peft(case, tied, resized, compare, tmp_path):
     "options",
     [
         {"where": ["embed_tokens"]},
+        {"where": ["embed_tokens", "q_proj"], "alpha_pattern": {"embed_tokens": 16}},
         {"where": ["lm_head"]},
         {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head"]},

@@ -80,7 +80,8 @@ def made(kind, options, folder):
     torch.manual_seed(0)
     text = f"{kind}Text" if kind.startswith(("Qwen3_5", "Gemma4")) else kind
     config = getattr(transformers, f"{text}Config")(**{**_SIZES, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{kind}{head}")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "scale")):

@@ -328,6 +328,7 @@ VERA = lambda w: adapters.VeRAArray(w, A, A.T, jnp.ones(2), jnp.ones(8))
 A = normal(2, 8)
 
 
+IA3 = lambda w: adapters.IA3Array(w, inputs=jnp.ones(8))
 MISS = lambda w: adapters.MiSSArray(w, jnp.ones((2, 8)))
 C3A = lambda w: adapters.C3AArray(w, jnp.ones((2, 2, 4)))
 
@@ -345,7 +346,9 @@ def _with(key, *shape):
     [
         (OFT, None, {"odd": 3}, "'odd': 3 is not supported"),
         (OFT, None, {"oft_block_size": -1}, "'oft_block_size': expected an integer of at least 0; found -1"),
-        (OFT, None, {"bias": "all"}, "'bias': expected 'none', since PEFT's files of OFT hold no biases"),
+        (OFT, None, {"bias": "some"}, "'bias': expected 'none', 'all' or the name of the method"),
+        (OFT, None, {"bias": "oft_only"}, r"layers\.0\.bias': is missing: modules_to_save or bias"),
+        (IA3, None, {"bias": "all"}, "'bias': expected 'none', since PEFT's IA3 trains no biases"),
         (OFT, None, {"target_modules": ["0"]}, "layers.1.oft_R.weight': is not expected: target_modules"),
         (OFT, _without("model.layers.0.oft_R.weight"), {}, "layers.0.oft_R.weight': is missing"),
         (OFT, _with("model.layers.0.oft_R.weight", 3, 6), {}, r"with b dividing 8; found \(3, 6\)"),
@@ -360,6 +363,67 @@ def _with(key, *shape):
 def test_damaged_files(make, edit, options, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         peft.load_adapter(_edited(tmp_path, _adapted(make), edit, **options), MLP)
+
+
+@pytest.mark.parametrize("bias", ["oft_only", "all"])
+def test_biases_beside_other_methods(bias, tmp_path):
+    model = _adapted(OFT, where=["layers.0"])
+    trained = [0] if bias == "oft_only" else [0, 1]
+    model = eqx.tree_at(
+        lambda m: [m.layers[i].bias for i in trained], model, [ql.TrainableArray(A[i]) for i in trained]
+    )
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["bias"] == bias
+    assert "base_model.model.layers.0.base_layer.bias" in open_tensors(tmp_path / "adapter_model.safetensors")
+    assert tree_equal(peft.load_adapter(tmp_path, MLP), model)
+
+
+def test_inputs_and_outputs_of_layers_whose_names_end_alike(tmp_path):
+    """PEFT's (IA)³ requires that `feedforward_modules` are some of `target_modules`."""
+    w = jnp.ones((8, 8))
+    base = {part: {x: {"weight": w} for x in ("fc", "proj")} for part in ("attn", "mlp")}
+    outputs = lambda w: adapters.IA3Array(w, outputs=jnp.ones(8))
+    entries = lambda: json.loads((tmp_path / "adapter_config.json").read_text())
+    for where, inside, targets, feedforward in (
+        (["fc", "mlp.proj"], ["proj"], ["attn.fc", "mlp.fc", "mlp.proj"], ["mlp.proj"]),
+        (["fc", "proj"], ["proj"], ["fc", "proj"], ["proj"]),
+        (["proj"], ["mlp.proj"], ["attn.proj", "mlp.proj"], ["mlp.proj"]),
+    ):
+        chosen = ql.select(base, where)
+        inputs = [name for name in chosen if f".{layer_of(name)}".endswith(tuple(f".{x}" for x in inside))]
+        others = [name for name in chosen if name not in inputs]
+        model = _adapted(IA3, base, where=inputs)
+        model = _adapted(outputs, model, where=others)
+        peft.save_adapter(tmp_path, model)
+        assert entries()["target_modules"] == targets
+        assert entries()["feedforward_modules"] == feedforward
+        assert tree_equal(peft.load_adapter(tmp_path, base), model)
+
+
+def _frequencies(w, n):
+    return METHODS["FOURIERFT"].start(w, key=None, layout=ql.Layout.parse("oi"), n_frequency=n)
+
+
+def test_patterns_of_methods_that_match_no_anchor(tmp_path):
+    """FourierFT and C³A take a whole name or its end, without brackets around the alternatives."""
+    layers = {"a": {"fc": {"weight": jnp.ones((8, 8))}}, "b": {"fc": {"weight": jnp.ones((8, 8))}}}
+    base = {"net": layers, "fc": {"weight": jnp.ones((8, 8))}}
+    file = tmp_path / "adapter_config.json"
+
+    def save(sizes):
+        new = {f"{name}.weight": _frequencies(jnp.ones((8, 8)), n) for name, n in sizes.items()}
+        peft.save_adapter(tmp_path, replace(base, new))
+
+    save({"net.a.fc": 4, "net.b.fc": 8, "fc": 4})
+    config = json.loads(file.read_text())
+    assert config["n_frequency_pattern"] == {"net.b.fc": 8}
+    found = named_arrays(peft.load_adapter(tmp_path, base))
+    assert {x.spectrum.size for x in found.values()} == {4, 8}
+    assert found["net.b.fc.weight"].spectrum.size == 8
+    file.write_text(json.dumps(config | {"n_frequency_pattern": {"b.fc|a.fc": 8}}))
+    assert named_arrays(peft.load_adapter(tmp_path, base))["net.b.fc.weight"].spectrum.size == 8
+    with pytest.raises(ValueError, match=r"by the ends of names, and cannot tell net\.\w\.fc from"):
+        save({"net.a.fc": 4, "net.b.fc": 4, "fc": 8})
 
 
 def test_layers_that_a_method_does_not_adapt(tmp_path):
@@ -383,9 +447,9 @@ def test_layers_that_a_method_does_not_adapt(tmp_path):
     [
         (lambda: _adapted(OFT, _adapted(VERA, where=["layers.0"]), exclude=["layers.0"]),
          r"adapters of one method; the model has VERA \(layers.0.weight\), OFT \(layers.1.weight\)"),
-        (lambda: eqx.tree_at(lambda m: [layer.bias for layer in m.layers], _adapted(OFT),
+        (lambda: eqx.tree_at(lambda m: [layer.bias for layer in m.layers], _adapted(IA3),
                              2 * [ql.TrainableArray(jnp.ones(8))]),
-         "PEFT's files of OFT do not hold biases that are trained"),
+         "PEFT's files of IA3 do not hold biases that are trained"),
         (lambda: _adapted(lambda w: adapters.IA3Array(w, jnp.ones(8))),
          "the inputs of layers.0, or of its outputs and its bias; here are factors of outputs. .*`of_inputs"),
         (lambda: _adapted(lambda w: adapters.FourierFTArray(w, A[0], jnp.arange(8))),

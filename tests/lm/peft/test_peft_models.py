@@ -296,3 +296,27 @@ def test_dropout_beside_experts(tmp_path):
     assert dropout() == 0
     save(["q_proj"])
     assert dropout() == 0.1
+
+
+def test_patterns_of_weights_that_are_parameters(tmp_path):
+    """PEFT compares them with the name of the weight: `gate.weight` names a router, and `gate` nothing."""
+    sizes = {
+        **_SIZES, "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2, "head_dim": 4,
+        "num_local_experts": 2, "architectures": ["MixtralForCausalLM"],
+    }  # fmt: skip
+    base = Decoder(DecoderConfig.from_json(sizes), key=jax.random.key(0))
+    options = {"rank": 4, "where": ["q_proj", "v_proj", "mlp.gate"], "key": jax.random.key(1)}
+    file = tmp_path / "adapter_config.json"
+    for layers, written in (("mlp.gate", "gate.weight"), ("0.mlp.gate", "^model.layers.0.mlp.gate.weight")):
+        model = ql.loraify(base, **options, alpha_pattern={layers: 64}, rank_pattern={layers: 2})
+        peft.save_adapter(tmp_path, model)
+        config = json.loads(file.read_text())
+        assert config["alpha_pattern"] == {written: 64}
+        assert config["rank_pattern"] == {written: 2}
+        assert tree_equal(peft.load_adapter(tmp_path, base), model)
+    peft.save_adapter(tmp_path, ql.loraify(base, **options, alpha=8))
+    for pattern, alpha in (("gate", 8), ("gate.weight", 64), ("weight", 64), ("q_proj.weight", 8)):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {pattern: 64}}))
+        found = named_arrays(peft.load_adapter(tmp_path, base))
+        assert found["model.layers.1.mlp.gate.weight"].alpha == alpha
+        assert found["model.layers.1.self_attn.q_proj.weight"].alpha == 8

@@ -251,3 +251,146 @@ def test_what_is_trained_in_full_has_the_dtype_of_the_model(tmp_path):
     assert {x.dtype for x in named_arrays(model).values()} == {jnp.dtype(jnp.bfloat16)}
     out = eqx.filter_eval_shape(ql.quaxify(model.stacked()), jnp.arange(3))
     assert out.dtype == jnp.bfloat16
+
+
+_GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2}
+
+
+def _config(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "entry", "names"),
+    [
+        ({"where": ["wte", "c_attn"], "alpha_pattern": {"wte": 8}}, "target_modules",
+         ["c_attn", "lm_head", "wte"]),
+        ({"where": ["c_attn"], "modules_to_save": ["wte"]}, "modules_to_save",
+         ["lm_head", "transformer.wte"]),
+    ],
+)  # fmt: skip
+def test_embeddings_that_peft_does_not_tie(options, entry, names, tmp_path):
+    """It knows `embed_tokens` and `lm_head`, so `ensure_weight_tying` does nothing for the `wte` of GPT-2."""
+    base = drawn(Decoder, DecoderConfig.from_json(_GPT2), key=random_key())
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    peft.save_adapter(tmp_path, model)
+    config = _config(tmp_path)
+    assert config[entry] == names
+    assert "ensure_weight_tying" not in config
+    if "alpha_pattern" in options:
+        assert (config["lora_alpha"], config["alpha_pattern"]) == (8, {"c_attn": 2})
+    again = ql.merge(peft.load_adapter(tmp_path, base))
+    wanted = named_arrays(ql.merge(model))["transformer.wte.weight"]
+    np.testing.assert_allclose(again.embedding, wanted, atol=1e-6)
+    np.testing.assert_allclose(named_arrays(again)["lm_head.weight"], wanted, atol=1e-6)
+
+    # A file of PEFT, which has the change of the embedding alone.
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(
+            config | {entry: [x for x in config[entry] if x != "lm_head"], "ensure_weight_tying": True}
+        )
+    )
+    tensors = {key: np.asarray(x) for key, x in open_tensors(tmp_path / "adapter_model.safetensors").items()}
+    kept = {key: x for key, x in tensors.items() if "lm_head" not in key}
+    write_tensors(tmp_path / "adapter_model.safetensors", kept, {})
+    again = ql.merge(peft.load_adapter(tmp_path, base))
+    np.testing.assert_allclose(again.embedding, wanted, atol=1e-6)
+    np.testing.assert_array_equal(named_arrays(again)["lm_head.weight"], base.embedding)
+
+
+@pytest.mark.parametrize("pattern", [".*embed_tokens", r"model\.embed_tokens"])
+def test_expressions_by_which_peft_ties(pattern, tmp_path):
+    """It matches them with `embed_tokens` alone, whatever precedes this name in the model."""
+    options = {"target_modules": f"{pattern}|.*q_proj", "ensure_weight_tying": True}
+    _write(tmp_path, _LORA, {})
+    (tmp_path / "adapter_config.json").write_text(json.dumps(_config(tmp_path) | options))
+    base = resize_vocabulary(_base(20, tie_word_embeddings=True), _N)
+    embedding, head = _weights(peft.load_adapter(tmp_path, base))
+    np.testing.assert_allclose(embedding, base.embedding + _CHANGE, atol=1e-5)
+    if pattern == ".*embed_tokens":
+        assert head is None
+    else:
+        np.testing.assert_array_equal(head, base.embedding)
+
+
+def test_a_tied_output_layer_has_the_numbers_of_the_embedding(tmp_path):
+    """PEFT looks up its rank and alpha by its own name."""
+    options = {"rank": 2, "where": ["embed_tokens", "q_proj", "v_proj"], "key": jax.random.key(0)}
+    base = _base(tie_word_embeddings=True)
+    model = ql.loraify(base, alpha_pattern={"embed_tokens": 8}, **options)
+    peft.save_adapter(tmp_path, model)
+    config = _config(tmp_path)
+    assert config["ensure_weight_tying"] is True
+    assert config["target_modules"] == ["embed_tokens", "q_proj", "v_proj"]
+    assert config["alpha_pattern"] == {"embed_tokens": 8, "lm_head": 8}
+    with pytest.raises(ValueError, match="no DoRA that lm_head shares with the embedding"):
+        peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initialisations_of_a_saved_output_layer(tied, tmp_path):
+    """PEFT saves its weight after PiSSA has taken a part; if it is tied, this is the embedding, too."""
+    base = _base(20, tie_word_embeddings=tied)
+    left = np.ones((20, _SIZE), np.float32)
+    tensors = {f"{_HEAD}.lora_A.weight": B.T, f"{_HEAD}.lora_B.weight": A[:, :20].T}
+    options = {"target_modules": ["lm_head"], "init_lora_weights": "pissa"}
+    _write(tmp_path / "in", {**tensors, f"{_HEAD}.base_layer.weight": left}, options)
+    model = peft.load_adapter(tmp_path / "in", base)
+    peft.save_adapter(tmp_path / "out", model)
+    for found in (model, peft.load_adapter(tmp_path / "out", base)):
+        embedding, head = _weights(found)
+        np.testing.assert_allclose(head, left + _CHANGE[:20], atol=1e-5)
+        np.testing.assert_array_equal(embedding, left if tied else base.embedding)
+    _write(tmp_path / "in", tensors, options)
+    if tied:
+        with pytest.raises(CheckpointError, match=r"lm_head\.lora.*'pissa' takes a part of its weight"):
+            peft.load_adapter(tmp_path / "in", base)
+    else:
+        peft.load_adapter(tmp_path / "in", base)
+
+
+def test_an_initialisation_of_a_tied_output_layer_alone(tmp_path):
+    base = _base(20, tie_word_embeddings=True)
+    model = ql.loraify(base, rank=2, where=["lm_head"], init="pissa", key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"lm_head\.weight \(pissa\) changed this weight alone"):
+        peft.save_adapter(tmp_path, model)
+    peft.save_adapter(tmp_path, model, base=base)
+    embedding, head = _weights(peft.load_adapter(tmp_path, base))
+    np.testing.assert_array_equal(embedding, base.embedding)
+    np.testing.assert_allclose(head, base.embedding, atol=1e-5)
+
+
+def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
+    """PEFT's adapter of it is that of a matrix, where that of the layer is of a table."""
+    base = _base(20)
+    tensors = {f"{_EMBEDDING}.lora_A.weight": B.T, f"{_EMBEDDING}.lora_B.weight": A[:, :20].T}
+    _write(tmp_path / "in", tensors, {"target_parameters": ["embed_tokens.weight"]})
+    model = peft.load_adapter(tmp_path / "in", base)
+    np.testing.assert_allclose(_weights(model)[0], base.embedding + _CHANGE[:20], atol=1e-5)
+    peft.save_adapter(tmp_path / "out", model)
+    assert _config(tmp_path / "out")["target_parameters"] == [f"{_EMBEDDING}.weight"]
+    assert _config(tmp_path / "out")["target_modules"] == ["q_proj"]
+    file = "adapter_model.safetensors"
+    written, read = (open_tensors(tmp_path / x / file) for x in ("out", "in"))
+    assert {*written} == {*read}
+    for key in read:
+        np.testing.assert_array_equal(written[key], read[key])
+
+
+def test_a_module_with_parameters_and_layers(tmp_path):
+    """PEFT saves all that is inside a module, and finds nothing inside it to save again."""
+    sizes = {
+        **_CONFIG, "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 2, "head_dim": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "full_attention_interval": 2, "num_experts": 0,
+    }  # fmt: skip
+    base = drawn(Decoder, DecoderConfig.from_json(sizes), key=random_key())
+    options = {"rank": 2, "where": ["q_proj"], "key": jax.random.key(0)}
+    model = ql.loraify(base, modules_to_save=["linear_attn"], **options)
+    peft.save_adapter(tmp_path, model)
+    assert _config(tmp_path)["modules_to_save"] == ["model.layers.0.linear_attn"]
+    again = peft.load_adapter(tmp_path, base)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    some = ql.loraify(base, modules_to_save=["A_log"], **options)
+    with pytest.raises(ValueError, match=r"linear_attn\.\S+ is not trained, and other arrays of its module"):
+        peft.save_adapter(tmp_path, some)
