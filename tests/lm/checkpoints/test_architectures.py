@@ -23,7 +23,7 @@ from quaxlike.lm.models import (
 )
 from quaxlike.surgery.trees import named_arrays
 
-IDS = jnp.array([5, 1, 9, 3])
+IDS = np.array([5, 1, 9, 3])
 SIZES = {
     "vocab_size": 14, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "max_position_embeddings": 20,
