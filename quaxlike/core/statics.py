@@ -13,6 +13,10 @@ from typing import Any
 
 import numpy as np
 
+# In each of our own dataclasses, a field has the same type in all instances. (Describing those of a kernel
+# would take as long as binding it.)
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
 
 def type_of(value: Any) -> Any:
     """Returns what `==` doesn't tell about a value. Of equal values we leave one as it is, e.g. the int, in
@@ -47,7 +51,7 @@ def _description(cls: type) -> Callable[[Any], Any] | None:
         return types_of
     if issubclass(cls, tuple):  # a named tuple, which equals a tuple
         return lambda x: (cls, types_of(x))
-    if dataclasses.is_dataclass(cls):
+    if dataclasses.is_dataclass(cls) and not cls.__module__.startswith(_PACKAGE):
         names = [field.name for field in dataclasses.fields(cls)]
         return lambda x: types_of(getattr(x, name, None) for name in names)
     return None
