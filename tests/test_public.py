@@ -71,7 +71,7 @@ print(*sys.modules, sep="\\n")
 def test_importing_the_package_loads_the_framework_alone():
     run = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True)
     files, modules = (part.splitlines() for part in run.stdout.split("\n\n"))
-    assert sum(lines_of_code(Path(file)) for file in files) <= 6_100
+    assert sum(lines_of_code(Path(file)) for file in files) <= 6_500
     rooms = {name.split(".")[1] for name in modules if name.startswith("quaxlike.")}
     assert {room for room in rooms if not room.startswith("_")} == {"core"}
 
