@@ -273,8 +273,8 @@ class QuaxTrace(jax.core.Trace):
         """Returns whether this level dispatches on a Value that wasn't one of its arguments."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
-    def holds(self, value: Value) -> bool:
-        """Returns whether this level can reach a late Value's arrays.
+    def holds(self, value: Any) -> bool:
+        """Returns whether this level can reach the arrays of a late Value (or a tracer).
 
         If it can't, then they belong to a transform inside the quaxified function. If we were to box the
         Value here regardless, then it would bypass the transform, and e.g. lose its derivative.
@@ -389,7 +389,7 @@ def _below(level: QuaxTrace) -> list[Any]:
     return below
 
 
-def _lives_below(level: QuaxTrace, value: Value) -> bool:
+def _lives_below(level: QuaxTrace, value: Any) -> bool:
     traces: list[Any] = [x._trace for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]  # pyright: ignore[reportPrivateUsage]
     below = _below(level)
     return all(any(x is y for x in (trace, getattr(trace, "tag", None)) for y in below) for trace in traces)
