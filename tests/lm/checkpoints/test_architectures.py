@@ -21,8 +21,9 @@ from quaxlike.lm.models import (
     with_classifier,
 )
 from quaxlike.surgery.trees import named_arrays
+from tests.samples import array
 
-IDS = np.array([5, 1, 9, 3])
+IDS = array([5, 1, 9, 3], "int32")
 SIZES = {
     "vocab_size": 14, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "max_position_embeddings": 20,
