@@ -306,7 +306,7 @@ def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _wrapped(value: Any) -> HiValue:
+def _wrapped(value: Any) -> Any:
     return as_hitype(type(value))(value)
 
 
