@@ -260,7 +260,7 @@ def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     first, *_ = adapters = adapters[0].alike(adapters)
     parts = {part: [getattr(x, part) for x in adapters] for part in _parts(first)}
-    own = {name for name in parts if name not in first.numbers or parts[name][0] is not None}
+    own = {name for name in parts if name not in first.numbers or not _is_one_number(parts[name])}
     out = first.replace(**{name: quaxify(jnp.stack)(parts[name]) for name in own})
     if out.shape != (len(adapters), *first.shape):
         kind = type(first).__name__
@@ -269,6 +269,14 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
             f"of {len(adapters)}, `{kind}.materialise` makes an array of shape {out.shape}."
         )
     return out
+
+
+def _is_one_number(numbers: Sequence[Any]) -> bool:
+    """Returns whether all adapters have the same number, e.g. `alpha`, which is then stored once."""
+    if numbers[0] is None:
+        return True
+    known = all(not isinstance(x, jax.core.Tracer) and not is_value(x) and x.ndim == 0 for x in numbers)
+    return known and len({np.asarray(x).item() for x in numbers}) == 1
 
 
 def _combined(

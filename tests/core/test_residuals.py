@@ -47,7 +47,7 @@ def test_no_copy_of_a_frozen_weight_is_kept(name):
     base = BASES[name]
     loss = lambda parts, base: jnp.sum(ql.quaxify(layers)(X, ql.LoraArray(base, *parts)) ** 2)
     types = lambda arrays: {(x.shape, x.dtype) for x in arrays}
-    frozen = types(jax.tree.leaves(base))
+    frozen = types(x for x in jax.tree.leaves(base) if x.ndim > 1)  # numbers such as alpha take no memory
     with ql.on_materialise("error"):
         assert types(kept(loss, (A, B), base)).isdisjoint(frozen)
         found = jax.jit(jax.grad(loss))((A, B), base)

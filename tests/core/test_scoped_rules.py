@@ -201,7 +201,7 @@ for module in pkgutil.iter_modules(importlib.import_module("quaxlike.arrays").__
     present = {m for m in sys.modules if m.startswith("quaxlike.arrays.")}
     before = set(GLOBAL) if module.name not in present else set()
     importlib.import_module(module.name)
-    if module.name.endswith(".pairs"):  # which is for types of other modules
+    if module.name.endswith((".pairs", ".axis_rules")):  # which are for types of other modules
         continue
     subject = module.name.removesuffix("_rules")  # adapted_rules are those of adapted
     mine = [cls for cls in types() if cls.__module__.startswith(subject)]
