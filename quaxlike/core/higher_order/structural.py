@@ -181,7 +181,7 @@ builtin("select_if_vmap")(select)
 
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Writes a Value into a buffer of one of Equinox's loops, first lifted to the type of the Value."""
+    """Writes a Value into a buffer in one of Equinox's loops, after lifting the buffer to its type."""
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)
