@@ -369,7 +369,7 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
     """Returns a primitive's parameters, as found in its lowering rule's signature."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # might be a partial function
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # may be a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 

@@ -352,7 +352,7 @@ class _Materialisation:
     def _on_purpose(self, happened: bool) -> str:
         """Says how to materialise on purpose.
 
-        By the `to_materialise` of these types, or else "allow".
+        This is the `to_materialise` of these types, or "allow" by default.
         """
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):

@@ -31,7 +31,7 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, 1),
     lambda f, x, i, b: f(x, (2, 2)),
 ]
-# Functions suited by none of these calls.
+# Functions for which none of these calls works.
 _CALLED_OTHERWISE = {
     **{"einsum": "dot_general", "astype": "convert_element_type", "while_loop": "while", "fori_loop": "scan"},
     **{"switch": "cond", "map": "scan", "select": "select_n", "conv": "conv_general_dilated"},

@@ -63,7 +63,7 @@ class _Quaxified(Generic[_T]):
     def _whole(self) -> Callable[..., Any] | None:
         """For a jitted function: the whole call as a single jitted function.
 
-        An optimisation: eager calls go through a single jit, rather than dispatch the inner one.
+        An optimisation: eager calls go through a single jit, rather than dispatching the inner one.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -278,7 +278,8 @@ def _name_culprit(error: Exception, call: Any) -> None:
 
 
 def _is_instance(x: Any) -> bool:
-    """Returns whether `x` is an instance of a Value type. Unlike `is_value`, even with missing parts.
+    """Returns whether `x` is an instance of a Value type. Unlike `is_value`, this includes instances with
+    missing parts.
 
     An incomplete Value isn't boxed, but passed through with everything nested inside it.
     """

@@ -103,7 +103,7 @@ _CALLERS = values.__file__
 def endless(error: RecursionError) -> str | None:
     """Returns the message for endless recursion of a rule or hook, or None if there isn't any.
 
-    Called close to the recursion limit, this must not call anything caching errors, as beartype does for
+    Called close to the recursion limit, this must not call anything that caches errors, as beartype does for
     plum.
     """
     # Endless recursion keeps calling the same few functions, so count how often each one appears.

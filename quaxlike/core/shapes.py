@@ -61,7 +61,7 @@ def sharded_like_dense(value: Any, aval: Any, leaf_avals: Sequence[Any]) -> Any:
         with probing():
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))
         return aval.update(sharding=out.sharding) if out.shape == aval.shape else aval
-    except Exception:  # a type can raise any error in order to refuse
+    except Exception:  # a type may refuse with any error
         return aval
 
 

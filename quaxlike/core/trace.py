@@ -55,7 +55,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         self.quax_value = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "aval":  # filled in on demand, as many intermediates never need it
+        if name == "aval":  # filled in on demand: many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
         if name == "quax_is_late":  # whether the Value was adopted (only set if it was)
@@ -117,8 +117,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
     """Defines an arithmetic `method` on tracers.
 
-    There is a fast path for two Values with the same aval: without promotion, their primitive is bound
-    directly. (Going through `jax.numpy` takes several times as long.) Everything else is left to JAX.
+    Fast path: two Values with the same aval need no promotion, so their primitive is bound directly. (Going
+    through `jax.numpy` takes several times as long.) Everything else is left to JAX.
     """
     # JAX's own operator, for everything but the fast path.
     forward = getattr(jax.core.Tracer, method)
@@ -232,7 +232,7 @@ class QuaxTrace(jax.core.Trace):
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """Computes the result if no rule matches.
 
-        By a built-in of the interpreter, or else the default.
+        Uses a built-in of the interpreter, or else the default.
         """
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)

@@ -1,7 +1,7 @@
 """`Value` and `ArrayValue`: the base of every new kind of array.
 
 The aval of a Value must be the shape and dtype of `materialise()`, no matter which transforms are running.
-Every transform needs it, so it's memoised on the class, the statics and the avals of the leaves. With any
+Every transform needs it, so it's memoised on the class, the statics and the avals of the leaves. If any were
 missing from the key, a Value could end up with another one's shape.
 
 Nothing in this file computes with a Value. `is_value` is the hottest function in the package: it runs for
@@ -201,7 +201,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """Returns a scalar of this type and `dtype`, converting a cotangent to one for the leaves.
 
         Used for values created inside a function being differentiated. For example, a quantity returns one in
-        the same unit. By default, None, which leaves cotangents unchanged.
+        the same unit. None by default, which leaves cotangents unchanged.
         """
         return None
 
@@ -370,7 +370,7 @@ def is_value(x: Any) -> bool:
 def has_missing_parts(value: Value) -> bool:
     """Returns whether a Value has missing parts, as after `eqx.partition`.
 
-    A part is missing if it is None (or contains None), the field's annotation and default don't allow for
+    A part is missing if it is None (or contains None), its field's annotation and default don't allow for
     this, and the Value can't be materialised without it. The same applies to optax's masks in place of
     arrays. Any other part without leaves is just metadata, such as `()` or a module with only static fields.
     """
@@ -538,7 +538,7 @@ _checked: set[type] = set()  # classes whose `aval` was compared with `materiali
 
 
 def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
-    """Computes an aval, or raises an error if this computes the same aval again.
+    """Computes an aval, or raises an error if this needs the same aval again.
 
     Waiting for the recursion limit won't do: code in between may catch errors and try again, doubling the
     time at each recursion level. For the same reason, once such a call is found, its class is marked as
@@ -623,7 +623,7 @@ def _check_aval(value: Value, aval: Any, key: Any) -> None:
     try:
         with probing(), jax.enable_checks(False):  # otherwise JAX's own checks would recurse infinitely
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
-    except Exception:  # a type can raise any error in order to refuse
+    except Exception:  # a type may refuse with any error
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
         _checked.discard(cls)

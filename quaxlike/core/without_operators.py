@@ -42,7 +42,7 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 class MissingOperator(TypeError, AttributeError):
     """Raised if Python looks up an operator this Value doesn't have.
 
-    Users expect a `TypeError`. Also an `AttributeError`, so that `hasattr` returns False.
+    Users expect a `TypeError`. It is also an `AttributeError`, so that `hasattr` returns False.
     """
 
 

@@ -94,7 +94,7 @@ def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
 
 @builtin("RematTraced")
 def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Implements `jax.checkpoint` under the flag `jax_remat3`, as a high-level primitive."""
+    """Implements `jax.checkpoint` under the flag `jax_remat3`, which makes it a high-level primitive."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

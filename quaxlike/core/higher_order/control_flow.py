@@ -109,7 +109,7 @@ def carry_fixed_point(
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
-    """Finds a form for a loop's carry, preserved by each iteration.
+    """Finds a form for a loop's carry that each iteration preserves.
 
     A plain array turning into a Value is lifted by `promote`, or the Value is materialised if its type
     doesn't define this. Two different Values are converted to a common form; it's an error if there isn't
@@ -317,7 +317,7 @@ def stacks(slot: LeafLayout, length: int) -> bool:
     try:
         axes = axes_of_rows(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
-    except Exception:  # this type can't be stacked, as its shapes don't fit
+    except Exception:  # this type can't be stacked: its shapes don't fit
         return False
     if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False

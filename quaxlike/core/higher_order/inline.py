@@ -129,7 +129,7 @@ def _with_transpose(
 
     debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if not can_transpose:  # JAX might still be able to transpose the implementation
+    if not can_transpose:  # JAX may still be able to transpose the implementation
         return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:

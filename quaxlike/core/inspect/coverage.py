@@ -93,7 +93,7 @@ class RulesDiff:
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
     """Compares two types, by listing the primitives supported by either.
 
-    Use this when writing a type to support everything another one does.
+    Use this when writing a type that should support everything another one does.
 
     **Arguments:**
 
@@ -189,7 +189,7 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         return False
     # Each operand may have several possible types. A single combination without a better rule is a clash.
     for operands in itertools.product(*slots):
-        # Plain arrays alone don't involve dispatch at all.
+        # Plain arrays alone aren't dispatched.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)

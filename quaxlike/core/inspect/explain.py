@@ -77,22 +77,22 @@ class Report:
 
     @property
     def rules(self) -> tuple[Row, ...]:
-        """The rows using a registered rule."""
+        """The rows where a registered rule was used."""
         return tuple(row for row in self.rows if row.outcome == "rule")
 
     @property
     def materialised(self) -> tuple[Row, ...]:
-        """The rows materialising Values."""
+        """The rows where Values are materialised."""
         return tuple(row for row in self.rows if row.outcome == "materialised")
 
     @property
     def first_loss(self) -> Row | None:
-        """The first row materialising a Value, in program order; None if there is none."""
+        """The first row, in program order, where a Value is materialised; None if there is none."""
         return next(iter(self.materialised), None)
 
     @property
     def summary(self) -> str:
-        """How many events there are of each kind, and the first materialisation, with the rule to prevent
+        """How many events there are of each kind, and the first materialisation, with a rule to prevent
         it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 

@@ -96,9 +96,9 @@ class Recorder:
     def record_materialisation(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
-        """Records operands being materialised.
+        """Records that operands were materialised.
 
-        Included in the current primitive's event if done for this primitive. Otherwise a separate event.
+        Added to the current primitive's event if this asked for it, otherwise to a separate event.
         """
         event = self._open
         # With `startswith`, because the name may be e.g. "shard_map (out_specs)".
@@ -112,7 +112,7 @@ class Recorder:
         event.notes += notes
 
     def by_default_of(self, cls: type) -> None:
-        """Records the current primitive's use of a type's own `default`."""
+        """Records that the current primitive used a type's own `default`."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
 

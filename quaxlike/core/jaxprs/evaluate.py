@@ -1,9 +1,9 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
 A cached program may only be reused with exactly the settings it was traced with. So the key consists of the
-jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. With any missing,
-outdated rules or shapes could be used. A program closing over a tracer is never stored: it would outlive the
-tracer's trace.
+jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. If any were
+missing, outdated rules or shapes could be used. A program closing over a tracer is never stored: it would
+outlive the tracer's trace.
 """
 
 import dataclasses

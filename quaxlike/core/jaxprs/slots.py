@@ -191,7 +191,7 @@ def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -
     """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
     If not, the leaves' cotangents aren't just elements of the dense cotangent. (For example, if each element
-    of a leaf is repeated, its cotangent is a sum of several elements.) True for types that can't be
+    of a leaf is repeated, its cotangent is a sum of several elements.) Assumed of types that can't be
     materialised.
 
     **Arguments:**
@@ -213,7 +213,7 @@ def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -
         leaves = [jnp.asarray(numbers[i], slot.avals[i].dtype) for i in free]
         try:
             dense, transpose = jax.vjp(dense_of, leaves)
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
@@ -243,7 +243,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
             # Dead code elimination determines this exactly: it removes the unused tangents of frozen leaves.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return (True,) * len(slot)
     of_tangents = iter(used[len(slot) :])
     return tuple(not has or next(of_tangents) for has in moving)
@@ -316,8 +316,8 @@ def _static_numbers(value: Value) -> list[Any]:
 
 
 def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: bool) -> bool:
-    """Checks `_is_cut_with_leaves` for small arrays of numbers of about the size `scale`, longer by `longer`
-    along `axis`."""
+    """Checks `_is_cut_with_leaves` for small arrays, `longer` than usual along `axis`, of numbers of about
+    the size `scale`."""
     sizes = [2 + i for i in range(len(slot.aval.shape))]  # these are all different, to tell the axes apart
     sizes[axis] += longer
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
@@ -345,7 +345,7 @@ def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: boo
         try:
             leaves = [_irregular(a.dtype, sizes, i, scale) for i, a in enumerate(slot.avals)]
             dense = materialised(whole.unflatten(leaves))
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return True
         parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))

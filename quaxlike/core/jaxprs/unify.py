@@ -127,12 +127,12 @@ def widened(x: Any, like: Any) -> Any:
 def widened_part(x: Any, like: Any) -> Any:
     """As `widened`, but for a field. Materialises it if it's a plain array on the other side.
 
-    This is under the policy, and only if the plain array can't be lifted instead.
+    Materialising is under the policy, and only happens if the plain array can't be lifted instead.
     """
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
-    # Only find out whether it can be lifted, by `eval_shape`.
+    # Use `eval_shape`, just to find out whether it can be lifted.
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
@@ -190,7 +190,7 @@ def can_be_unified(x: Any, like: Any) -> bool:
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     """As `widened`, but for slots.
 
-    Memoised, because nested Values would be slow: every level would repeat the calls for all levels below it.
+    Memoised: otherwise nested Values would be slow, every level repeating the calls for all levels below it.
     """
     # `widen` may bind primitives, so its result depends on everything dispatch depends on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()

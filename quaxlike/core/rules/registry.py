@@ -41,13 +41,13 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """Issued for a rule or a type that works, but is harder to check, being written for another library.
+    """Issued for a rule or a type that works, but was written for another library and is harder to check.
 
-    E.g. if a rule returns a different dtype than its primitive, but its type doesn't declare `own_dtypes`; or
-    a different shape, but its type can't be materialised and doesn't declare `own_shapes`. (Under
-    `jax_enable_checks` both raise a [`quaxlike.RuleError`][].) Also issued if a rule replaces one written
-    elsewhere; if an ImplicitArray's handler can never match; and if a type that can't be materialised is
-    differentiated by its leaves, or is used as a predicate. There's one warning for each rule and type.
+    This is the case if a rule returns a different dtype than its primitive, but its type doesn't declare
+    `own_dtypes`; or a different shape, but its type can't be materialised and doesn't declare `own_shapes`.
+    (Under `jax_enable_checks` both raise a [`quaxlike.RuleError`][].) Also issued if a rule replaces one
+    written elsewhere; if an ImplicitArray's handler can never match; and if a type that can't be materialised
+    is differentiated by its leaves, or is used as a predicate. There's one warning for each rule and type.
     """
 
     __module__ = "quaxlike"
@@ -183,7 +183,7 @@ class RuleSet:
     def looked_at(self) -> list[Rule]:
         """The rules with annotations parsed so far.
 
-        (Those of others are parsed when needed.)
+        (Others are parsed when needed.)
         """
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
@@ -486,9 +486,9 @@ def _place(function: Callable[..., Any]) -> str:
 def check_operands(rule: Rule, params: Collection[str]) -> None:
     """Raises a `TypeError` for a rule that can never match.
 
-    An operand may actually be a parameter of the primitive, there may be too many or too few operands, or an
-    annotation may be impossible. Only issues a warning if the function has an attribute `may_never_match`, or
-    is a stub without operands.
+    Either an operand is actually a parameter of the primitive, there are too many or too few operands, or an
+    annotation is impossible. Only issues a warning if the function has an attribute `may_never_match`, or is
+    a stub without operands.
     """
     if (why := _never_matches(rule, params)) is None:
         return

@@ -141,8 +141,8 @@ class RulesByOperands:
     """The rules for some operand types, if types alone don't determine which rules match.
 
     Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`). Others have types
-    recognising instances by value rather than by class (plum's `__faithful__ = False`). Either way, check the
-    actual operands on each call, and only try the rules matching them.
+    recognising instances by value rather than by class (plum's `__faithful__ = False`). Either way, the
+    actual operands are checked on each call, and only the rules matching them are tried.
     """
 
     def __init__(
