@@ -1,3 +1,3 @@
-"""The interpreter. If you're new to this code, then first read values, rules, trace and quaxify, in this
-order. Both jaxprs and higher_order, as well as inspect, build on these.
+"""The interpreter. If you're new to this code, read values, rules, trace and quaxify first, in this order:
+jaxprs, higher_order and inspect build on them.
 """

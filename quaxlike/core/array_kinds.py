@@ -1,8 +1,7 @@
 """Dtypes and shapes in annotations, such as jaxtyping's `Float[Array, "n m"]`.
 
-Dispatch orders rules using `implies`, and uses `excludes` to decide whether two rules can coexist. Both are
-conservative, in that they return False when in doubt. This is important because incorrectly returning True
-would silently select the wrong rule.
+Dispatch orders rules by `implies`, and decides by `excludes` whether two rules can coexist. Both return False
+when in doubt: an incorrect True would silently select the wrong rule.
 """
 
 import dataclasses
@@ -16,15 +15,15 @@ from jaxtyping import AbstractDtype, Shaped
 
 
 class Axis(NamedTuple):
-    """An axis of an annotated shape. By default this can have any size."""
+    """An axis of an annotated shape; of any size by default."""
 
     size: int | None = None
     same_as: int | None = None  # axes with the same number have the same size
     or_one: bool = False
 
     def implies(self, other: "Axis") -> bool:
-        """Returns whether every size allowed here is also allowed by `other`. Note that this ignores sizes
-        that are shared between several axes."""
+        """Returns whether `other` allows every size allowed here. Ignores sizes shared between several
+        axes."""
         return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
 
 
@@ -32,8 +31,7 @@ class Axis(NamedTuple):
 class ArrayKind:
     """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
-    We don't keep axis names, but only record which axes have the same name. This means that e.g. `"n
-    n"` and `"m m"` are equal.
+    Axis names aren't kept, only which axes share one: `"n n"` and `"m m"` are equal.
     """
 
     dtypes: Any = None
@@ -84,7 +82,7 @@ class ArrayKind:
         return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
 
     def implies(self, other: "ArrayKind") -> bool:
-        """Returns whether every array of this kind is also an `other`, or False if we can't tell."""
+        """Returns whether every array of this kind is also an `other`. False if in doubt."""
         if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
             return False
         if (self.first, self.last) == (other.first, other.last):
@@ -101,20 +99,19 @@ class ArrayKind:
                 same.setdefault(y.same_as, set()).add(x)
             elif y is not None and not x.implies(y):
                 return False
-        # Here `other` requires several axes to have equal sizes. We can only guarantee this if ours have
-        # either the same fixed size or the same name.
+        # `other` requires several axes to have equal sizes: only guaranteed if ours have the same fixed size
+        # or the same name.
         known = [all(axis != Axis() and not axis.or_one for axis in axes) for axes in same.values()]
         return all(known) and all(len(axes) == 1 for axes in same.values())
 
     def excludes(self, other: "ArrayKind") -> bool:
-        """Returns whether no array is of both kinds, or False if we can't tell."""
+        """Returns whether no array is of both kinds. False if in doubt."""
         if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
             return True
         for x, y in ((self, other), (other, self)):
             if x.last is None:
                 own, others = x.first, y._axes(len(x.first))
-                # Different fixed sizes exclude each other. (Unlike named sizes, which might always turn out
-                # to be equal.)
+                # Different fixed sizes exclude each other. (Named sizes may always turn out to be equal.)
                 return others is None or any(
                     b is not None
                     and None not in (a.size, b.size)
@@ -126,8 +123,8 @@ class ArrayKind:
 
 
 def _read(word: str) -> tuple[bool, str, bool]:
-    """Parses one axis of a jaxtyping shape. Returns whether it is variadic, its name or size, and whether
-    it's also allowed to be 1."""
+    """Parses one axis of a jaxtyping shape. Returns whether it is variadic, its name or size, and whether it
+    may also be 1."""
     if word == "...":
         return True, "", False
     rest = word.lstrip("#*_?")

@@ -1,8 +1,7 @@
 """Access to JAX's private modules, and differences between JAX versions.
 
-Nothing else in this package uses `jax._src` or depends on the JAX version, and a lint rule (TID251)
-enforces this. As a result, if something breaks with a new JAX release then the cause must be in this file,
-in which case tests/core/test_compat.py should tell us where.
+Nothing else in this package uses `jax._src`: a lint rule (TID251) enforces this. If something breaks with a
+new JAX release, look for the cause here first; tests/core/test_compat.py should tell where.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,10 +41,10 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# Represents a sharding that isn't specified for a jit. JAX doesn't have a public name for this.
+# A jit's unspecified sharding, for which JAX has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
-# Hides the frames of JAX and of this package in tracebacks, as specified by `jax_traceback_filtering`.
+# Hides the frames of JAX and of this package in tracebacks, according to `jax_traceback_filtering`.
 api_boundary = traceback_util.api_boundary
 
 
@@ -56,10 +55,9 @@ def hide_file(path: str) -> None:
 
 
 def drops_frames(error: Exception) -> bool:
-    """Returns whether we're allowed to drop frames from the traceback of this error.
+    """Returns whether `jax_traceback_filtering` allows dropping frames from this error's traceback.
 
-    This depends on `jax_traceback_filtering`. If we are, then this also removes the first traceback attached
-    by JAX, which shows where an equation was created.
+    If so, also removes the first traceback attached by JAX, which shows where an equation was created.
     """
     if traceback_util._filtering_mode() == "off":
         return False
@@ -69,7 +67,7 @@ def drops_frames(error: Exception) -> bool:
 
 
 def current_traceback() -> Any:
-    """Returns the traceback that was recorded for JAX's current equation, or None."""
+    """Returns the traceback recorded for JAX's current equation, or None."""
     return source_info_util.current().traceback
 
 
@@ -87,8 +85,7 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace the current one. We don't use the context manager provided by JAX, because this would add
-# another microsecond to every primitive.
+# Makes a trace the current one. JAX's own context manager would add another microsecond to every primitive.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -102,12 +99,12 @@ def bind_with_trace(
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-# All settings of JAX that affect jaxprs (the mesh, x64, axis names and so on).
+# All of JAX's settings affecting jaxprs (the mesh, x64, axis names and so on).
 trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
-    """Returns whether 64-bit types are enabled. (This is faster than looking up the setting by name.)"""
+    """Returns whether 64-bit types are enabled. (Faster than looking up the setting by name.)"""
     return config.enable_x64.value
 
 
@@ -117,12 +114,12 @@ def set_user_context(context: Any, value: Any) -> None:
 
 
 class DecidedLate:
-    """A setting whose value is only determined when JAX first uses it in a cache key.
+    """A setting determined only when JAX first uses it in a cache key.
 
-    Settings in JAX are thread-local, whereas asyncio tasks all share one thread, so we can't set a different
-    value for each task. To work around this, we set the context to an instance of this class, whose value is
-    computed once JAX hashes or compares it. At this point the context is also reset to a new, undecided
-    instance. From then on, the old instance is equal to the value that was computed.
+    JAX's settings are thread-local, but asyncio tasks share one thread, so each task can't have its own
+    value. To work around this, the context is set to an instance of this class, decided once JAX hashes or
+    compares it. The context is then also reset to a new, undecided instance; the old one equals the decided
+    value from then on.
     """
 
     __slots__ = ("_context", "_decide", "_decided")
@@ -147,14 +144,14 @@ class DecidedLate:
 
 
 def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
-    """Gives instances of `cls` a JAX type, so that functions can be traced with these as arguments."""
+    """Gives instances of `cls` a JAX type, for tracing functions with them as arguments."""
     core.pytype_aval_mappings[cls] = aval
 
 
 def register_late_values(
     cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
 ) -> None:
-    """Allows instances of `cls` to be used as operands, where `canonicalise` converts each to a JAX type."""
+    """Allows instances of `cls` as operands, each converted to a JAX type by `canonicalise`."""
     register_stand_in(cls, aval)
     if hasattr(dtypes, "register_canonicalize_value_handler"):
         dtypes.register_canonicalize_value_handler(cls, canonicalise)
@@ -164,8 +161,7 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
-# A jaxpr along with its constants. Since JAX 0.11 this is what every jaxpr is, and the old name will be
-# removed.
+# A jaxpr along with its constants. Every jaxpr is one since JAX 0.11, and the old name will be removed.
 if TYPE_CHECKING:
     ClosedJaxpr = jexc.Jaxpr
 else:
@@ -181,18 +177,17 @@ def trace_to_jaxpr(
 
     **Returns:**
 
-    A jaxpr that doesn't have any constants, and the values of these constants, which have become its first
-    inputs.
+    A jaxpr without constants, and the values of its former constants, now its first inputs.
     """
-    # Drop the names of the arguments and results. JAX checks that there is precisely one name for each, but
-    # here we change how many there are.
+    # Drop the names of arguments and results: JAX checks for precisely one each, but their number changes
+    # here.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
 
 
 def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
-    """Closes a jaxpr over `consts`, which are the values of its first inputs (see `trace_to_jaxpr`)."""
+    """Closes a jaxpr over `consts`, the values of its first inputs (see `trace_to_jaxpr`)."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr
     n = len(consts)
@@ -203,8 +198,7 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Closes an open jaxpr.
 
-    If there are no constants, then this always returns the same object for the same jaxpr. This means that
-    the result can be used as a cache key.
+    Without constants, the same jaxpr always gives the same object, so the result can be a cache key.
     """
     if hasattr(jaxpr, "consts"):
         return jaxpr
@@ -221,7 +215,7 @@ _closed_lock = threading.Lock()
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns the open jaxpr inside a closed one without constants. Some primitives require this form."""
+    """Returns the open jaxpr inside a closed one without constants. Some primitives require it."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -229,10 +223,10 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """Returns a primitive's transpose rule, as a function that returns cotangents.
+    """Returns a primitive's transpose rule, as a function returning cotangents.
 
-    Some of JAX's own rules don't return their cotangents, but add them to accumulators instead. We wrap these
-    so that every rule can be called in the same way.
+    Some of JAX's own rules add their cotangents to accumulators instead. These are wrapped, so that every
+    rule can be called alike.
     """
     fancy = ad.fancy_transposes.get(primitive)
     return ad.primitive_transposes[primitive] if fancy is None else functools.partial(_returning, fancy)
@@ -245,7 +239,7 @@ def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any
 
 
 def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Memoises a function on its first argument. The cache doesn't keep this object alive."""
+    """Memoises a function on its first argument, without keeping this alive."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 
@@ -255,14 +249,14 @@ def all_invars(jaxpr: Any) -> list[Any]:
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Returns whether an equation was traced under a setting that matters even in eager evaluation."""
+    """Returns whether an equation was traced under a setting relevant even to eager evaluation."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def is_differentiated(x: Any) -> bool:
     """Returns whether an array is being differentiated.
 
-    This is a best effort, as we only look at the tracer itself.
+    A best effort: only looks at the tracer itself.
     """
     while isinstance(x, batching.BatchTracer):
         x = x.val
@@ -270,18 +264,18 @@ def is_differentiated(x: Any) -> bool:
 
 
 def source_of(eqn: jexc.JaxprEqn) -> Any:
-    """A context in which any equations that are staged have the source line and name stack of `eqn`."""
+    """A context giving staged equations the source line and name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """Wraps a list in the container that shard_map uses for its results and for their metadata."""
+    """Wraps a list in shard_map's container for results and their metadata."""
     return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the value of a tracer that stands for a literal in a staged program.
+    """Returns the value of a tracer standing for a literal in a staged program.
 
     Anything else is returned unchanged.
     """
@@ -323,7 +317,7 @@ _JITTED = type(jax.jit(lambda: None))
 
 def is_jit_without_options(fun: Any) -> bool:
     """Returns whether `fun` was created by `jax.jit(f)`, without any options."""
-    if type(fun) is not _JITTED:  # because another wrapper might have copied the attributes of a jit
+    if type(fun) is not _JITTED:  # another wrapper may have copied the attributes of a jit
         return False
     info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -345,7 +339,7 @@ def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
     return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
 
 
-# The flat backward function of a custom_vjp returns its cotangents. Since JAX 0.11 it also returns logs.
+# Whether the flat backward function of a custom_vjp returns logs, besides cotangents (since JAX 0.11).
 BWD_RETURNS_LOGS = flattree is not None
 
 
@@ -356,8 +350,8 @@ BWD_RETURNS_LOGS = flattree is not None
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
     """Returns all primitives in JAX's tables of rules, by name.
 
-    Note that there can be several with the same name, because libraries are free to choose any name they
-    like. The exception is that a public JAX primitive takes precedence over all others.
+    Libraries are free to choose any name, so several primitives may share one. A public JAX primitive takes
+    precedence over all others.
     """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
@@ -373,16 +367,16 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """Returns the parameters of a primitive that we can find in its lowering rule's signature."""
+    """Returns a primitive's parameters, as found in its lowering rule's signature."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # might be a partial function
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # may be a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """Returns how many operands a primitive has, or None if this either varies or can't be determined."""
+    """Returns a primitive's number of operands, or None if it varies or is unknown."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
@@ -397,20 +391,18 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
         return None
     _, *rest = inspect.signature(lowering).parameters.values()  # the first is a context
     operands = [p for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # Some lowering rules don't mark their parameters as keyword-only, in which case we can't distinguish
-    # these from operands.
+    # Some lowering rules don't mark their parameters as keyword-only: these look like operands.
     clear = len(operands) == 1 or any(p.kind is p.KEYWORD_ONLY for p in rest)
     varies = any(p.kind is p.VAR_POSITIONAL for p in rest) or any(p.default is not p.empty for p in operands)
     return len(operands) if clear and not varies else None
 
 
-# The following are private functions, variables and error messages of JAX 0.10 to 0.12. We identify them by
-# name, as there is no public API for any of this. Each of them has a test in tests/core/test_compat.py, which
-# will fail if a new version of JAX changes it.
+# Private functions, variables and error messages of JAX 0.10 to 0.12, identified by name for lack of a public
+# API. Each has a test in tests/core/test_compat.py, which fails if a new version of JAX changes it.
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
-    """Returns whether this frame is an array's operator, which might defer to the other operand."""
+    """Returns whether this frame is an array's operator, which may defer to the other operand."""
     return frame.f_code.co_name.startswith("_operator_")
 
 
@@ -420,7 +412,7 @@ def is_check_of_argument(frame: types.FrameType) -> bool:
 
 
 def asking_function(frame: Any) -> str | None:
-    """Returns the name of the jax.numpy function that is checking its arguments in this frame."""
+    """Returns the name of the jax.numpy function checking its arguments in this frame."""
     return _local(frame, "fun_name", str)
 
 
@@ -438,10 +430,9 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """Returns the traceback that was recorded for the equation being interpreted by this frame, or None.
+    """Returns the traceback recorded for the equation interpreted by this frame, or None.
 
-    This reads a local variable of the interpreter. In JAX's own interpreters this is called `eqn`, whereas in
-    ours it's called `step`.
+    Reads a local variable of the interpreter: `eqn` in JAX's own, `step` in ours.
     """
     if {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
         return None
@@ -472,10 +463,9 @@ def explicit_sharding(x: Any) -> Any:
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """Moves `aval` to the leaves' mesh, and makes it vary over all axes that any leaf varies over.
+    """Moves `aval` to the leaves' mesh, and makes it vary over every axis any leaf varies over.
 
-    If it is explicitly sharded already then this doesn't change. Otherwise we assume that it's sharded like a
-    leaf of the same shape, if there is one.
+    An explicit sharding is kept. Otherwise it's assumed to be sharded like a leaf of the same shape, if any.
     """
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
@@ -499,14 +489,13 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Ensures that JAX chooses devices before it lowers `primitive`, because the lowering rule depends on
-    these."""
+    """Makes JAX choose devices before lowering `primitive`, for lowering rules depending on them."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Returns whether a tracer represents the zeros that `jax.jacfwd` substitutes for a missing tangent."""
+    """Returns whether a tracer represents the zeros of `jax.jacfwd` for a missing tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
@@ -519,8 +508,7 @@ def lowers_with_devices(jaxpr: Any) -> bool:
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
     """Lowers as if the operands didn't vary over any axis of a `shard_map`.
 
-    This is needed because a kernel has no means of declaring which axes its results vary over. In any case,
-    this information doesn't affect how it is lowered.
+    A kernel can't declare which axes its results vary over, and its lowering doesn't depend on this.
     """
     unvaried = core.ManualAxisType()
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
@@ -529,10 +517,10 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 
 
 def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
-    """Makes `checkify` report the same errors for `primitive` as it does for `other`.
+    """Makes `checkify` report the same errors for `primitive` as for `other`.
 
-    Here `primitive` just returns its only operand. The operands and parameters of `other` are given by
-    `as_other(operand, **params)`.
+    `primitive` just returns its only operand; `as_other(operand, **params)` gives the operands and parameters
+    of `other`.
     """
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
@@ -549,22 +537,21 @@ def register_dce(
 ) -> None:
     """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`.
 
-    Since JAX 0.12, such a rule is also passed the references that will be read later on. We ignore these,
-    because none of our primitives use references.
+    Since JAX 0.12, rules are also passed the references read later on. None of our primitives use any.
     """
     takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
     registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
     partial_eval.dce_rules[primitive] = registered
 
 
-# JAX doesn't eliminate dead code in the body of a `while_loop` until version 0.12.
+# JAX eliminates dead code in the body of a `while_loop` from version 0.12.
 WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
     jaxpr: ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """Eliminates dead code in a closed jaxpr. Also returns which of its inputs are still there."""
+    """Eliminates dead code in a closed jaxpr. Also returns which of its inputs remain."""
     live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
@@ -597,7 +584,7 @@ def batch_jaxpr(
 
 
 def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
-    """Gives `x` the weak type and varying axes of `aval`, which must have the same shape and dtype."""
+    """Gives `x` the weak type and varying axes of `aval`, of the same shape and dtype."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
     return vary_over(x, aval.manual_axis_type.varying)
@@ -612,15 +599,15 @@ def vary_over(x: Any, axes: frozenset[Any]) -> Any:
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes all arrays vary over the same mesh axes.
 
-    Inside a `shard_map`, primitives require this of their operands. It doesn't happen by itself, because a
-    newly created array doesn't vary over any axis.
+    Inside a `shard_map`, primitives require this of their operands, but a new array doesn't vary over any
+    axis.
     """
     axes = frozenset[Any]().union(*map(varying_axes, operands))
     return [vary_over(x, axes) for x in operands] if axes else list(operands)
 
 
 def named_axes() -> dict[Hashable, int]:
-    """Returns the named axes of `vmap` and `shard_map` that can be used by collectives, with their sizes."""
+    """Returns the named axes of `vmap` and `shard_map` available to collectives, with their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 

@@ -1,10 +1,10 @@
 """Fast construction of Values, with a check for arrays in static fields.
 
-An instance created by the fast path must be equal to the one that Equinox would create. For this reason we
-only use it if constructing the class does nothing except for setting its fields.
+The fast path must create the same instance as Equinox, so it's only for classes constructed by just setting
+their fields.
 
-The check ensures that every Value can be used as a cache key. Arrays aren't hashable, so without it an array
-in a static field would make `jit` fail, with an error that has nothing to do with the actual mistake.
+The check makes every Value usable as a cache key. Arrays aren't hashable: without it, an array in a static
+field would make `jit` fail, with an error unrelated to the actual mistake.
 """
 
 import copyreg
@@ -24,9 +24,8 @@ from . import compat
 class _Making(type):
     """Runs `__new__` and `__init__` for Equinox's metaclass, but skips `__init__` if Python would skip it.
 
-    Note that `__new__` is allowed to return an object of another class, or an instance that it already
-    created earlier on. In the first case we mustn't run `__init__` at all, and in the second case we mustn't
-    run it again.
+    `__new__` may return an object of another class, for which `__init__` mustn't run at all, or an instance
+    it created earlier, for which it mustn't run again.
     """
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,11 +41,10 @@ class _Making(type):
 class QuickMeta(type(eqx.Module), _Making):
     """Quickly creates Values.
 
-    Going through Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the
-    second instance onwards. (This means that Equinox still checks each class once.) We only do so if all that
-    happens when constructing an instance is that its fields are set. That is to say, the class doesn't define
-    `__init__`, `__new__`, `__post_init__` or `__check_init__`, and no field has a converter or a default
-    factory.
+    Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the second
+    instance onwards. (Equinox still checks each class once.) This is only for classes constructed by just
+    setting their fields: the class doesn't define `__init__`, `__new__`, `__post_init__` or `__check_init__`,
+    and no field has a converter or a default factory.
     """
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +60,8 @@ class QuickMeta(type(eqx.Module), _Making):
             except _NotToInitialise as found:
                 return found.instance
             except ValueError as error:
-                # Equinox flattens all arguments as pytrees, including the ones for static fields. However,
-                # JAX refuses to flatten a dictionary whose keys can't be sorted.
+                # Equinox flattens all arguments as pytrees, even for static fields, but JAX refuses to
+                # flatten a dictionary with unsortable keys.
                 if not compat.has_unsortable_keys(error) or not _sets_fields(cls):
                     raise
                 instance = _made(cls, args, kwargs)
@@ -72,7 +70,7 @@ class QuickMeta(type(eqx.Module), _Making):
                 _plain_fields[cls] = _fields_if_plain(cls)
             return instance
         instance: Any = object.__new__(cls)
-        for i, name in enumerate(names):  # because `zip(..., strict=True)` would take twice as long
+        for i, name in enumerate(names):  # `zip(..., strict=True)` would take twice as long
             object.__setattr__(instance, name, args[i])
         if _static_fields(type(instance)):
             _check_statics(instance)
@@ -82,8 +80,8 @@ class QuickMeta(type(eqx.Module), _Making):
 def _pickled(cls: Any) -> Any:
     """Pickles a class created by `plum.parametric`.
 
-    A class such as `P["m"]` is not an attribute of any module, so it can't be pickled by name. Instead we
-    pickle `P` and the parameter. All other classes are pickled by name.
+    `P["m"]` is not an attribute of any module, so it's pickled as `P` and the parameter. All other classes
+    are pickled by name.
     """
     if not vars(cls).get("_concrete"):
         return cls.__qualname__
@@ -113,9 +111,8 @@ def _is_frozen(instance: Any) -> bool:
     return False
 
 
-# For each class that has been instantiated: the names of its fields if constructing it only sets these, or
-# None if it does anything else. (Note that we aren't leaking memory here, as these classes are kept alive by
-# JAX's pytree registry in any case.)
+# For each class instantiated so far: its field names if construction only sets these, otherwise None. (This
+# leaks no memory: JAX's pytree registry keeps these classes alive in any case.)
 _plain_fields: dict[type, tuple[str, ...] | None] = {}
 
 
@@ -133,7 +130,7 @@ def _fields_if_plain(cls: type) -> tuple[str, ...] | None:
 def _sets_fields(cls: type) -> bool:
     """Returns whether `__init__` was generated by `dataclasses`, and nothing else runs on construction."""
     return (
-        # This is how we recognise a generated `__init__`, since `dataclasses` compiles these from a string.
+        # `dataclasses` compiles a generated `__init__` from a string.
         getattr(cls.__init__, "__code__", None) is not None
         and cls.__init__.__code__.co_filename == "<string>"
         and cls.__new__ is eqx.Module.__new__
@@ -142,7 +139,7 @@ def _sets_fields(cls: type) -> bool:
 
 
 def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Creates an instance in the same way as Equinox, but without flattening any arguments."""
+    """Creates an instance like Equinox, but without flattening any arguments."""
     instance = object.__new__(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     given = dict(zip([f.name for f in fields if not f.kw_only], args, strict=False)) | kwargs
@@ -190,15 +187,15 @@ def leaves_of(static: Any) -> list[Any]:
     return jtu.tree_leaves(static)
 
 
-# The hooks and properties of Values, by name, which core/values.py fills in.
+# The hooks and properties of Values, by name; core/values.py fills them in.
 HOOKS: dict[str, Any] = {}
 
 
 def check_field_names(cls: Any) -> None:
-    """Raises a `TypeError` if a new class has a field with the name of a hook or a property of Values.
+    """Raises a `TypeError` if a field of a new class has the name of a hook or a property of Values.
 
-    Such a field would be read in place of the hook, or couldn't be set. The annotation of a hook, such as
-    `linear: bool = True`, is not a field of data, as its value is given.
+    It would be read in place of the hook, or couldn't be set. A hook with an annotation, such as
+    `linear: bool = True`, is no field of data, having a value.
     """
     if (annotations := vars(cls).get("__annotations__")) is None:
         return

@@ -1,8 +1,8 @@
-"""Derivatives of Values as returned by JAX, which don't have tangents for indices, codes and keys.
+"""Derivatives of Values as returned by JAX, without tangents for indices, codes and keys.
 
-In place of tangents for integer leaves, JAX returns float0 arrays (or zeros, for `jax.jacfwd`).
-This means that a Value with such leaves has lost its original pattern, and using it as an array would
-silently give incorrect results. So we raise an error instead.
+In place of tangents for integer leaves, JAX returns float0 arrays (or zeros, for `jax.jacfwd`). A Value with
+such leaves has lost its pattern, and would silently give incorrect results as an array. So we raise an error
+instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Returns whether these leaves (or avals) belong to a derivative whose integer leaves are missing."""
+    """Returns whether these leaves (or avals) belong to a derivative without its integer leaves."""
     return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
 
 
 def derivative_alone(cls: type) -> ValueError:
-    """Returns the error for using a derivative whose pattern is missing."""
+    """Returns the error for using a derivative without its pattern."""
     return ValueError(
         f"The derivative of a function that returns {cls.__qualname__} was used as an array. JAX "
         "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
@@ -32,9 +32,8 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Returns whether any traced leaf of a Value is a zero that `jax.jacfwd` substituted."""
-    # This can't happen eagerly, because `jax.jacfwd` runs under `vmap`. In that case we can skip looking at
-    # the leaves.
+    """Returns whether any traced leaf of a Value is a zero substituted by `jax.jacfwd`."""
+    # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly: skip looking at the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
@@ -43,12 +42,11 @@ def lacks_tangents(value: Any) -> bool:
 def _is_result_for_jacfwd(frame: Any) -> bool:
     """Returns whether this frame's function returns its result directly to `jax.jacfwd`.
 
-    More precisely, there must be no frame from any other function between the two. Our trace counts as
-    such a function. (It's in between if a rule calls `quaxify` while JAX evaluates a derivative, for example
-    the rule for a `NamedArray` of a quantised array.)
+    There must be no frame of any other function in between, including our trace. (It's in between if a rule
+    calls `quaxify` while JAX evaluates a derivative, e.g. the rule for a `NamedArray` of a quantised array.)
     """
-    # The zeros are only filled in after this function has returned, and JAX doesn't offer a hook for this.
-    # So we have no choice but to inspect the calling frames.
+    # JAX only fills in the zeros after this function has returned, and has no hook for it. So inspect the
+    # calling frames.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True

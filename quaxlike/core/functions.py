@@ -1,4 +1,4 @@
-"""What is written in a function that somebody registers: behind its wrappers, and in its annotations."""
+"""The function behind a registered function's wrappers, and its annotations."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ def names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def written_function(function: Any) -> Callable[..., Any]:
-    """Returns the function that its author wrote: behind decorators, `functools.partial`, and `__call__`."""
+    """Returns the function as its author wrote it: behind decorators, `functools.partial`, and `__call__`."""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         return written_function(cast(Any, function).func)

@@ -1,10 +1,9 @@
-"""Hijax's high-level primitives. These are instances of `HiPrim`, and are all bound by the same JAX
-primitive.
+"""Hijax's high-level primitives: instances of `HiPrim`, all bound by the same JAX primitive.
 
-Users register rules for a *class* of `HiPrim`, but dispatch compares primitives by identity. So we create a
-separate primitive for each class, which lives for as long as the class does.
+Users register rules for a *class* of `HiPrim`, but dispatch compares primitives by identity. So each class
+gets its own primitive, for the class's lifetime.
 
-Also knows which of JAX's primitives aren't bound at all, so that rules for them would never be called.
+Also knows which of JAX's primitives are never bound, so rules for them are never called.
 """
 
 from collections.abc import Callable
@@ -30,8 +29,8 @@ _REPLACED = {
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns a primitive's name and parameters.
 
-    Some high-level primitives just call a function, e.g. given as a jaxpr. For these, we return the name and
-    parameters of the ordinary primitive that they replace.
+    For a high-level primitive that just calls a function, returns those of the ordinary primitive it
+    replaces.
     """
     hi: Any = params.get("_prim")
     name = _REPLACED.get(type(hi).__name__)
@@ -43,7 +42,7 @@ def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dic
 
 
 class HighLevelPrimitive(jexc.Primitive):
-    """A stand-in for a class of `HiPrim`. Rules for this class are registered for this primitive."""
+    """A stand-in for a class of `HiPrim`: the class's rules are registered for it."""
 
     multiple_results = True
 
@@ -63,7 +62,7 @@ def is_high_level(cls: Any) -> bool:
 
 
 def why_never_bound(primitive: jexc.Primitive) -> str | None:
-    """Returns the reason why rules for a primitive are never called, or None if they are.
+    """Returns why rules for a primitive are never called, or None if they are.
 
     JAX doesn't bind these like other primitives: see `QuaxTrace.process_custom_jvp_call`.
     """

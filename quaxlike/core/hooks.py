@@ -1,8 +1,8 @@
-"""Calls the hooks of a Value. Errors mention the hook that raised them, and no trace is active.
+"""Calls the hooks of a Value. Errors mention the hook raising them, and no trace is active.
 
-A hook runs whilst a primitive is being bound. Without a note, any error that it raises would look like an
-error in the user's program. In addition, a hook must return the same result no matter where it's called from,
-because we cache its results. This is what `probing` is for.
+A hook runs while a primitive is being bound: without a note, its errors would look like errors in the user's
+program. Its results are cached, so they must be the same wherever it's called from. This is what `probing` is
+for.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from . import compat
 from .construction import QuickMeta
 from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
-# For each hook, a description of what we use it for. This appears in the notes on errors.
+# What each hook is used for, as described in the notes on errors.
 _HOOKS = {
     "aval": "its shape and dtype",
     "materialise": "its dense array",
@@ -41,7 +41,7 @@ _HOOKS = {
 
 
 def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook, so that any error that it raises has a note that mentions the type and the hook."""
+    """Wraps a hook, adding a note to its errors with the type and the hook."""
     if isinstance(method, classmethod | staticmethod):
         return type(method)(_naming(hook, method.__func__))
     if not callable(method):
@@ -62,8 +62,7 @@ def _naming(hook: str, method: Any) -> Any:
                 raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
             note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
-            # An error might propagate through several nested hooks. Make sure that each note is only added
-            # once.
+            # An error may propagate through several nested hooks: add each note only once.
             for line in (note, remedy(of, error)):
                 if line and line not in getattr(error, "__notes__", ()):
                     error.add_note(line)
@@ -78,8 +77,7 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(materialise)
     def guarded(self: Any) -> Any:
         running = running_hooks.materialising
-        # Compare by identity rather than equality. It's perfectly fine for a hook to materialise another
-        # Value of its own type.
+        # Compare by identity, not equality: a hook may materialise another Value of its own type.
         for call, value in running:
             if value is self and call is materialise:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
@@ -87,12 +85,11 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if lacks_tangents(self):
                 raise derivative_alone(type(self))
-            # JAX would raise its own error for anything that isn't an array, but far from the hook that
-            # returned it.
+            # For anything but an array JAX would raise its own error, but far from this hook.
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
         except RecursionError as error:
-            # If a hook creates a new Value each time then it isn't caught by the identity check above. For
-            # this case, count how often it appears on the stack.
+            # The identity check above misses a hook creating a new Value each time: count how often it
+            # appears on the stack.
             if sum(call is materialise for call, _ in running) < OFTEN:
                 raise
             raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__)) from error
@@ -103,17 +100,17 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RunningHooks(threading.local):
-    """The hooks that this thread is currently running, outermost first."""
+    """The hooks running in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.materialising: list[tuple[Callable[..., Any], Any]] = []  # along with their Values
-        # For each aval that is currently being inferred: the key under which it's memoised, and the class.
+        # For each aval being inferred: the key under which it's memoised, and the class.
         self.inferring: dict[Any, type] = {}
         self.endless: set[type] = set()  # classes whose aval was found to depend on itself
 
 
 running_hooks = _RunningHooks()
-# At the recursion limit, a hook that's nested at least this often is considered to be calling itself.
+# At the recursion limit, a hook nested at least this often is considered to be calling itself.
 OFTEN = 5
 
 
@@ -127,10 +124,9 @@ def as_dense(out: Any, hook: str) -> Any:
 
 
 def remedy(value: Any, error: Exception) -> str:
-    """Suggests a fix for a hook that failed because it was traced. Empty if it failed for any other reason.
+    """Suggests a fix for a hook that failed because it was traced. Empty for any other failure.
 
-    Note that hooks aren't only traced in order to infer shapes, but also whenever the user calls them under
-    `jit`.
+    Hooks aren't only traced to infer shapes, but also whenever the user calls them under `jit`.
     """
     is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
     if not is_numpys and not compat.wants_concrete(error):
@@ -153,7 +149,7 @@ def remedy(value: Any, error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """Returns the names of non-static fields that contain Python numbers, or that did so before tracing."""
+    """Returns the names of non-static fields containing Python numbers, now or before tracing."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
@@ -186,14 +182,13 @@ class RuleError(TypeError):
 class Endless(ValueError):
     """Raised if a hook, or a rule used by a hook, calls itself endlessly.
 
-    Once this has propagated out of all hooks, it is converted to a `RuleError`. We can't raise a `RuleError`
-    to begin with, because it's a `TypeError`, and JAX replaces any `TypeError` that is raised while binding a
-    primitive.
+    Once out of all hooks, it is converted to a `RuleError`. This can't be raised to begin with: it's a
+    `TypeError`, and JAX replaces any `TypeError` raised while binding a primitive.
     """
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """Returns the code that determines a class's shape, which is its own `aval` or `materialise`."""
+    """Returns the code determining a class's shape: its own `aval`, or else `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
@@ -210,16 +205,12 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """Returns the error for a field that isn't an array.
-
-    (For a `TypeError`, JAX would substitute its own.)
-    """
+    """Converts `error` to a `RuleError` outside all hooks. Inside, it propagates unchanged."""
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """Returns the error for a field that isn't an array. (This isn't a `TypeError`, as JAX would replace it
-    by its own.)"""
+    """Returns the error for a field that isn't an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -229,7 +220,7 @@ def not_an_array(value: Any, leaf: Any) -> ValueError:
 
 
 class ValueMeta(QuickMeta):
-    """The metaclass of Values. It wraps their hooks, so that any errors that they raise mention the hook."""
+    """The metaclass of Values. Wraps their hooks, so errors mention the hook raising them."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
@@ -239,8 +230,8 @@ class ValueMeta(QuickMeta):
 class _Probing:
     """A context for calling hooks outside any trace.
 
-    This also enters every context in `asides`, for example one that suspends the policy. (We cache the
-    results of hooks, so a policy would otherwise only see their operations the first time around.)
+    Also enters every context in `asides`, e.g. one suspending the policy. (Hooks' results are cached: a
+    policy would only see their operations the first time around.)
     """
 
     def __init__(self) -> None:
@@ -259,12 +250,11 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Calls `hook` with a Value whose leaves are tracers. This allows the hook to compute with arrays
-    although we only have their shapes."""
+    """Calls `hook` with tracers as the Value's leaves: it can compute with arrays although only their shapes
+    are known."""
 
     def on_shapes(value: Any) -> Any:
-        # We store the result here because it isn't necessarily an array, whereas `eval_shape` can only return
-        # arrays.
+        # Store the result here: it may not be an array, and `eval_shape` only returns arrays.
         found: list[Any] = []
         with probing():
             jax.eval_shape(lambda value: found.append(hook(value)), value)

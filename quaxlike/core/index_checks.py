@@ -1,9 +1,9 @@
 """Checks indices into Values when using `jax.experimental.checkify`.
 
-Rules might clamp and shift the indices used by a program, and then index into leaves whose shapes differ from
-the array's shape. If this was all that checkify got to see, then it would miss out-of-bounds indices, or
-complain about valid ones. So we insert an equation before the rule, which just returns the indices and
-compiles to nothing. For this equation, checkify reports the same errors as it would for the dense array.
+Rules may clamp and shift a program's indices, and index into leaves of other shapes than the array's. Seeing
+only this, checkify would miss out-of-bounds indices, or complain about valid ones. So we insert an equation
+before the rule, which just returns the indices and compiles to nothing. For this equation, checkify reports
+the same errors as for the dense array.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from . import compat
 from .values import aval_of, is_value
 
-# Returns its only operand, unchanged. This consists of indices `(..., len(axes))` of slices with these
-# `sizes`, into an array with this `shape`. If `axes` is a single axis, then these are indices along that
-# axis.
+# Returns its only operand, unchanged: indices `(..., len(axes))` of slices of these `sizes`, into an array of
+# this `shape`. If `axes` is a single axis, these are indices along it.
 index_p = jexc.Primitive("quaxlike_index")
 index_p.def_impl(lambda indices, **params: indices)
 index_p.def_abstract_eval(lambda indices, **params: indices)
@@ -30,7 +29,7 @@ mlir.register_lowering(index_p, lambda ctx, indices, **params: [indices])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    # Bind it again, so that the indices are also checked in the differentiated program.
+    # Bind it again, to check the indices in the differentiated program, too.
     out = index_p.bind(*primals, **params)
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
@@ -44,8 +43,7 @@ batching.primitive_batchers[index_p] = _batching
 
 
 def _as_gather(indices: Any, *, shape: Sequence[int], axes: Any, sizes: Sequence[int]) -> Any:
-    """Returns the operands and parameters of a `gather` that uses these indices. Checkify already knows how
-    to check this."""
+    """Returns the operands and parameters of a `gather` with these indices, which checkify can check."""
     if isinstance(axes, int):
         indices, axes = jnp.expand_dims(indices, -1), (axes,)
     num_batch = indices.ndim - 1
@@ -69,10 +67,9 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 
 
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Adds checks to the operands of a primitive that indexes into its first operand.
+    """Adds checks to the operands of a primitive indexing into its first operand.
 
-    We only do so for indices that might be out of bounds. When running eagerly we don't add any checks at
-    all, because checkify always traces.
+    Only for indices that may be out of bounds, and never eagerly: checkify always traces.
     """
     if compat.is_eval_trace(compat.current_trace()):
         return operands
@@ -95,8 +92,7 @@ def _checked(indices: Any, shape: tuple[int, ...], axes: Any, sizes: tuple[int, 
         return indices
     if not isinstance(indices, jax.core.Tracer):
         last = np.asarray(shape)[np.asarray(axes, int)] - np.asarray(sizes)[np.asarray(axes, int)]
-        # Static indices that are in bounds don't need a check. Adding one would only clutter the user's
-        # jaxpr.
+        # Static indices within bounds don't need a check, which would only clutter the user's jaxpr.
         known = np.asarray(indices)
         if ((known >= 0) & (known <= last)).all():
             return indices

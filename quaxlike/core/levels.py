@@ -1,8 +1,7 @@
 """The running levels of `quaxify`, and which one dispatches on a Value.
 
-We find a level by walking up JAX's own chain of traces. There are some places where JAX breaks this chain,
-and it's only for these that we need the list `running`. It is thread-local, so that threads never see each
-other's levels.
+A level is found by walking up JAX's own chain of traces. The list `running` is only needed where JAX breaks
+this chain. It is thread-local: threads never see each other's levels.
 """
 
 import contextlib
@@ -14,9 +13,7 @@ from . import compat
 
 
 def level_of(value: Any | None = None) -> Any:
-    """Returns the innermost running level that dispatches on `value`, or just the innermost one if this isn't
-    given. Returns None if there isn't any.
-    """
+    """Returns the innermost running level, or None. If `value` is given, the level must dispatch on it."""
 
     def ours(trace: Any) -> bool:
         return hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
@@ -26,8 +23,8 @@ def level_of(value: Any | None = None) -> Any:
         if ours(trace):
             return trace
         trace, last = getattr(trace, "parent_trace", None), trace
-    # JAX traces the functions of custom derivatives under a trace that doesn't have a parent. It's only later
-    # on that the resulting jaxpr is evaluated under a running level.
+    # JAX traces the functions of custom derivatives under a trace without a parent. Only later is the
+    # resulting jaxpr evaluated under a running level.
     cut = last is not None and not compat.is_eval_trace(last)
     if not cut:
         return None
@@ -37,9 +34,9 @@ def level_of(value: Any | None = None) -> Any:
 
 
 def _waits_for_rule(level: Any) -> bool:
-    """Returns whether a rule at this level, or at one further out that it called, is running.
+    """Returns whether a rule is running at this level, or at one further out.
 
-    If so, then what is computed now is the rule's, and only levels further out dispatch on it.
+    If so, current operations are the rule's, and only levels further out dispatch on them.
     """
     while level is not None and not getattr(level, "in_rule", False):
         level = getattr(level, "parent_trace", None)
@@ -47,15 +44,15 @@ def _waits_for_rule(level: Any) -> bool:
 
 
 def might_be_value(tracer: Any) -> bool:
-    """Returns whether a tracer of one of JAX's transforms might stand for a Value.
+    """Returns whether a tracer of one of JAX's transforms may stand for a Value.
 
-    Only a running level outside the transform knows. What a rule computes is not that level's.
+    Only a running level outside the transform knows. A rule's operations are not its level's.
     """
     return any(not level.holds(tracer) and not _waits_for_rule(level) for level in running.levels)
 
 
 class _Running(threading.local):
-    """The traces of all `quaxify` calls that are currently running in this thread, outermost first."""
+    """The traces of all `quaxify` calls running in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.levels: list[Any] = []
@@ -66,7 +63,7 @@ running = _Running()
 
 @contextlib.contextmanager
 def running_rule(level: Any) -> Iterator[None]:
-    """Marks a level inside the block: it does not dispatch on what is computed there."""
+    """Marks a level inside the block: it does not dispatch on operations there."""
     within, level.in_rule = level.in_rule, True
     try:
         yield
@@ -77,8 +74,7 @@ def running_rule(level: Any) -> Iterator[None]:
 def has_operators(value: Any) -> bool:
     """Returns whether this Value has operators here, even though its type doesn't define any.
 
-    This is the case if a running level dispatches on it. If we're inside a rule, then it's also the case for
-    any Value nested inside the operands.
+    It does if a running level dispatches on it. Inside a rule, so does any Value nested inside the operands.
     """
     if level_of(value) is not None:
         return True
@@ -86,7 +82,7 @@ def has_operators(value: Any) -> bool:
     if level is None or not level.in_rule:
         return False
     trace = compat.current_trace()
-    # If we don't find it then we're not in the rule.
+    # A rule runs below its level: if the level is among the current traces, we're not in the rule.
     while trace is not None and getattr(trace, "tag", None) is not level.tag:
         trace = getattr(trace, "parent_trace", None)
     return trace is None
@@ -103,8 +99,7 @@ def not_dispatched(value: Any, what: str) -> str:
 
 
 def name_the_mixin(value: Any) -> str:
-    """Returns what to append to the message if an operator or a NumPy function met a type without
-    `ArrayOperators`."""
+    """Returns a hint for messages on an operator or a NumPy function for a type without `ArrayOperators`."""
     return (
         " For operators and methods everywhere, name `quaxlike.ArrayOperators` before `ArrayValue` among the "
         f"bases of {type(value).__name__}."

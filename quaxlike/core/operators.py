@@ -1,8 +1,7 @@
 """Array operators, methods and functions for Values, both inside and outside `quaxify`.
 
-Outside `quaxify`, an operator opens a new level for itself. Inside, it must use the running level instead.
-This is because a new level would treat the running one's Values as plain arrays, and so it would skip
-their rules.
+Outside `quaxify`, an operator opens a new level for itself. Inside, it must use the running level: a new one
+would treat the running one's Values as plain arrays, and skip their rules.
 """
 
 import functools
@@ -28,25 +27,23 @@ _T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn(value, ...)` at the level that dispatches on `value`, or at a new level if there isn't
-    one."""
+    """Calls `fn(value, ...)` at the level dispatching on `value`, or at a new level."""
     check_complete(value)
     level = level_of(value)
-    # We must not open a new level here, because this would treat the Values of the running one as arrays.
+    # Don't open a new level here: it would treat the Values of the running one as arrays.
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
     if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-        # The arrays of `value` belong to a transform. There might be other tracers inside this transform that
-        # represent Values, but only the level outside it knows about these.
+        # The arrays of `value` belong to a transform. Other tracers inside this transform may represent
+        # Values, but only the level outside it knows.
         return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
 
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wraps a jax.numpy function so that it accepts Values, both inside and outside `quaxify`.
+    """Wraps a jax.numpy function to accept Values, both inside and outside `quaxify`.
 
-    If there is a running level that dispatches on the Values, then we use this level. This means that they
-    can be combined with any Values that belong to it.
+    Uses the running level dispatching on the Values, if any, so they can be combined with its other Values.
     """
     quaxified = quaxify(fn)
 
@@ -55,7 +52,7 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        # In this case no running level dispatches on it.
+        # No running level dispatches on one of them.
         if any(is_value(x) and level_of(x) is None for x in leaves):
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
@@ -103,7 +100,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """Returns the leaves' total size in bytes. (This is not the dense array's size.)"""
+    """Returns the leaves' total size in bytes. (Not the dense array's size.)"""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
@@ -122,8 +119,8 @@ def _attribute(name: str) -> property:
 class ArrayOperators:
     """The operators, methods and indexing of `jax.Array`, all implemented with [`quaxlike.quaxify`][].
 
-    This is a mixin for array types. Note that it must come *before* [`quaxlike.ArrayValue`][] in the bases,
-    so that `==` is elementwise. Just like for a `jax.Array`, this also means that values can't be hashed.
+    A mixin for array types. It must come *before* [`quaxlike.ArrayValue`][] in the bases, so that `==` is
+    elementwise. As for a `jax.Array`, values then can't be hashed.
 
     !!! example
 
@@ -141,7 +138,7 @@ class ArrayOperators:
         ```
     """
 
-    # This makes NumPy arrays defer to us in `array + value`.
+    # Makes NumPy arrays defer to us in `array + value`.
     __array_priority__ = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -200,8 +197,7 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
     __round__ = _unary(round)
 
-    # Python requires concrete values for all of these, so we have no choice but to materialise (subject to
-    # the policy).
+    # Python requires concrete values for these, so they materialise (under the policy).
     __bool__ = _unary(bool)
     __int__ = _unary(int)
     __float__ = _unary(float)
@@ -210,7 +206,7 @@ class ArrayOperators:
     __array__ = _method("__array__")
 
     def __format__(self, spec: str) -> str:
-        # Like `str(self)` without a specification, since the elements may not be needed.
+        # Without a specification, like `str(self)`: the elements may not be needed.
         return run(format, self, spec) if spec else str(self)
 
     item = _method("item")
@@ -226,8 +222,8 @@ class ArrayOperators:
         return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """Returns `quaxlike.numpy`, whose functions accept Values. This is part of the array API standard."""
-        # This raises an error for unknown versions.
+        """Returns `quaxlike.numpy`, for the array API standard. Its functions accept Values."""
+        # Raises an error for unknown versions.
         jnp.zeros(()).__array_namespace__(api_version=api_version)
         return importlib.import_module("quaxlike.numpy")  # imported here, as it depends on the core
 
@@ -252,12 +248,12 @@ class ArrayOperators:
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
         """As `jax.Array.to_device`.
 
-        This either moves to a device or applies a sharding to the logical array.
+        Moves to a device, or applies a sharding to the logical array.
         """
         return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:
-        """As `jax.Array.block_until_ready`. This waits for all leaves."""
+        """As `jax.Array.block_until_ready`, for all leaves."""
         return jax.block_until_ready(self)
 
     @property

@@ -1,8 +1,7 @@
-"""Devices and shardings of Values, which are determined from their leaves.
+"""Devices and shardings of Values, determined from their leaves.
 
-Importantly, we only return a result if it's also correct for the dense array. There might not be a sharding
-for the logical array that explains how every leaf is placed. In this case we raise an error, rather than just
-reporting the sharding of some arbitrary leaf.
+A result must also be correct for the dense array. There may be no sharding of the logical array explaining
+how every leaf is placed: we then raise an error, rather than report some arbitrary leaf's sharding.
 """
 
 from typing import Any
@@ -19,13 +18,13 @@ from .values import Value, aval_of
 def devices(value: Value) -> set[Any]:
     """As `jax.Array.devices`, for the leaves.
 
-    If a Value doesn't have any leaves then this is the default device, as it would be materialised there.
+    For a Value without leaves, the default device: it would be materialised there.
     """
     return set().union(*(leaf.devices() for leaf in _arrays(value)))
 
 
 def device(value: Value) -> Any:
-    """As `jax.Array.device`. Just like in JAX, this is the sharding if there are several devices."""
+    """As `jax.Array.device`: the sharding if there are several devices."""
     _require_placed(value, "device")
     found = devices(value)
     return found.pop() if len(found) == 1 else sharding(value)
@@ -36,7 +35,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     _require_placed(value, "sharding")
     arrays = _arrays(value)
     found = [leaf.sharding for leaf in [*filter(_is_placed, arrays)] or arrays]
-    # On a single device all shardings are equivalent, so it's fine if the leaves have different ones.
+    # On a single device all shardings are equivalent, so the leaves' may differ.
     if len(devices(value)) == 1 and len({x.memory_kind for x in found}) == 1:
         (at,) = devices(value)
         return jax.sharding.SingleDeviceSharding(at, memory_kind=found[0].memory_kind)
@@ -44,8 +43,8 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     if named and len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
         leaves, treedef = jtu.tree_flatten(value)
         slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
-        # Use the specs of the leaves as candidates. This works for nearly every type, because there is
-        # usually some leaf that has all the axes of the array.
+        # Use the leaves' specs as candidates. This works for nearly every type: usually some leaf has all
+        # axes of the array.
         for candidate in named:
             if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, leaves):
                 return candidate
@@ -66,19 +65,19 @@ def dlpack_device(value: Value) -> Any:
 
 
 def _arrays(value: Value) -> list[Any]:
-    # If there are no leaves then create an array, to see on which device JAX places it. (We have to do this
-    # outside of any trace, because it would be a tracer otherwise.)
+    # Without leaves, create an array to see on which device JAX places it. (Outside any trace: inside, it
+    # would be a tracer.)
     with jax.ensure_compile_time_eval():
         return [x for x in jtu.tree_leaves(value) if isinstance(x, jax.Array)] or [jnp.zeros(())]
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Returns whether a leaf affects where a value is placed. For example, an uncommitted scalar doesn't."""
+    """Returns whether a leaf affects where a value is placed. An uncommitted scalar doesn't."""
     return isinstance(leaf, jax.Array) and (leaf.ndim > 0 or leaf.committed)
 
 
 def _require_placed(value: Value, name: str) -> None:
-    """Raises the same error as JAX does for tracers, which aren't placed on any device yet."""
+    """Raises the same error as JAX for tracers, which aren't on any device yet."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
         hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
         raise AttributeError(
@@ -87,8 +86,7 @@ def _require_placed(value: Value, name: str) -> None:
 
 
 def _follow(slot: LeafLayout, spec: jax.P, leaves: list[Any]) -> bool:
-    """Returns whether each leaf is placed in the way it would be if the logical array was sharded by
-    `spec`."""
+    """Returns whether each leaf is placed as if the logical array were sharded by `spec`."""
     try:
         expected = leaf_specs(slot, spec)
     except ValueError:

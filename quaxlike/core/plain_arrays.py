@@ -1,11 +1,11 @@
-"""Two hooks for types whose rules depend on the values of plain arrays that they are combined with.
+"""Hooks for types with rules depending on the values of the plain arrays beside them.
 
-For example, zeros are the same in any unit, and if a library initialises a loop with zeros then it doesn't
-specify their unit. To support this, quantities with units keep track of which plain arrays are filled with a
-constant (see arrays/unitful/placeholders.py).
+For example, zeros are the same in any unit, and a library initialising a loop with zeros doesn't specify
+their unit. To support this, quantities keep track of which plain arrays are filled with a constant (see
+arrays/unitful/placeholders.py).
 
-Most users don't need any of this. So we don't set these hooks until a type is defined whose `promote` can be
-called without `like`; until then the only overhead is a few `if`s.
+Most users don't need any of this, so these hooks aren't set until a type defines a `promote` callable without
+`like`. Until then the only overhead is a few `if`s.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 def takes_no_like(cls: Any) -> bool:
     """Returns whether `promote` of this class can be called without `like`.
 
-    See `Value.promote` for what this means.
+    See `Value.promote`.
     """
     like = inspect.signature(cls.promote).parameters.get("like")
     return like is not None and like.default is not like.empty
@@ -27,7 +27,7 @@ def takes_no_like(cls: Any) -> bool:
 class Following:
     """The hook of the trace.
 
-    If there is any Value that requires this, it is called with primitives on plain arrays.
+    Called with primitives on plain arrays, if any Value requires it.
     """
 
     asked_for_by: Callable[[Any], bool]  # whether a Value, or one nested inside it, requires this
@@ -37,14 +37,13 @@ class Following:
 
 @dataclasses.dataclass(frozen=True)
 class Placeholders:
-    """The hook of the slots. Some plain arrays are filled with a constant, and this propagates these
-    constants through branches and loops.
+    """The hook of the slots. Propagates the constants filling some plain arrays through branches and loops.
 
-    A constant is stored as the `constant` of the array's slot. This is None unless some Value requires it.
+    Stored as the `constant` of the array's slot, which is None unless some Value requires it.
     """
 
     marked: Callable[..., tuple[Any, ...]]  # the slots of the operands, with their constants
-    starts: Callable[..., tuple[Any, ...]]  # the carry of a loop for which we only know the initial value
+    starts: Callable[..., tuple[Any, ...]]  # the carry of a loop, given only its initial value
     start: Callable[[Any, Any], Any]  # takes one slot of the carry, and its initial array
     # The carry of a loop, after tracing one iteration to find out more.
     revealed: Callable[..., tuple[Any, ...] | None]
@@ -62,14 +61,14 @@ hooks = _Hooks()
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns the constant for an array that might be either of two arrays, given both constants."""
+    """Returns the constant of an array that may be either of two, given both their constants."""
     if a is None or b is None or hooks.placeholders is None:
         return None
     return hooks.placeholders.either(a, b)
 
 
 def without_guess(slot: Any) -> Any:
-    """If a slot's type was only guessed, then returns the slot of a plain array.
+    """Replaces a slot of a guessed type by the slot of a plain array.
 
     Any other is returned unchanged.
     """

@@ -1,11 +1,10 @@
-"""What happens if no rule matches: we call `default`, or materialise subject to the policy.
+"""What happens if no rule matches: call `default`, or materialise under the policy.
 
-Values must never be materialised unnoticed, as otherwise nobody could rely on `on_materialise("error")`. So
-if this happens because of a missing rule, then it must go through `_densify`, which raises, warns or records.
+Values must never be materialised unnoticed, or nobody could rely on `on_materialise("error")`. So
+materialising for lack of a rule must go through `_densify`, which raises, warns or records.
 
-In addition, the mode must be part of JAX's cache keys, see `_jit_mode`. A function that was traced
-under "allow" has to be traced again under "error", because using the cached program would materialise
-silently.
+The mode must also be part of JAX's cache keys (see `_jit_mode`). A function traced under "allow" has to be
+traced again under "error": the cached program would materialise silently.
 """
 
 import contextlib
@@ -57,15 +56,14 @@ class MaterialisationWarning(UserWarning):
 
 
 class on_materialise(contextlib.ContextDecorator):
-    """Sets what happens inside this context if no rule matches, so that a Value has to be materialised.
+    """Sets what happens in this context if a Value has to be materialised for lack of a rule.
 
-    This can be used as a context manager or as a decorator. All of these override the class attribute
-    `on_materialise`, and the innermost one takes precedence. They are local to the current thread and
-    context; for example, every asyncio task has its own. (If a thread runs in a copied context, as is the
-    case for `asyncio.to_thread`, then it has to enter its own.)
+    Use it as a context manager or as a decorator. It overrides the class attribute `on_materialise`, and the
+    innermost one takes precedence. It is local to the current thread and context: every asyncio task has its
+    own. (A thread running in a copied context, as with `asyncio.to_thread`, has to enter its own.)
 
-    Note that this happens when tracing. As a result, a jitted function is traced once for each mode, and
-    after that it doesn't warn or raise any more.
+    This happens when tracing: a jitted function is traced once for each mode, and doesn't warn or raise after
+    that.
 
     **Arguments:**
 
@@ -86,18 +84,17 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self.warned: set[Any] = set()  # call sites for which we've already issued a warning
+        self.warned: set[Any] = set()  # call sites already warned about
 
     def __enter__(self) -> None:
         _count(1)
         entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        # This isn't necessarily the innermost one. For example, an abandoned generator only exits once it is
-        # garbage collected.
+        # Not necessarily the innermost one: an abandoned generator only exits once it is garbage collected.
         stack = entered.get()
         if stack and stack[-1] is self:
-            entered.set(stack[:-1])  # do this before any calls, as these might fail at the recursion limit
+            entered.set(stack[:-1])  # before any calls, which may fail at the recursion limit
         else:
             at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
             entered.set(stack[:at] + stack[at + 1 :])
@@ -112,25 +109,23 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """Returns the current mode. This must be part of every cached jaxpr's key."""
+    """Returns the current mode, which must be part of every cached jaxpr's key."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
 
-# The mode, as part of the keys of JAX's caches. If we call `jax.jit(quaxify(f))` in a different mode then it
-# is traced again, so that it reports what it materialises. The keys use settings that are local to a thread,
-# but asyncio tasks on the same thread might have different modes. To get around this, we always set the same
-# object, which only looks up the mode when JAX hashes it.
+# The mode, as part of JAX's cache keys: in a different mode, `jax.jit(quaxify(f))` is traced again, and
+# reports what it materialises. The keys use thread-local settings, but asyncio tasks on the same thread may
+# have different modes. So the setting is an object that only looks up the mode when JAX hashes it.
 _jit_mode = jax.make_user_context(None)
-_n_entered = 0  # this counts all contexts together
+_n_entered = 0  # in all contexts together
 _enter_lock = threading.Lock()
 
 
 def _count(more: int) -> None:
-    """Sets the key for JAX's caches, provided that there's a policy in any context.
+    """Sets the key for JAX's caches if there's a policy in any context.
 
-    If there isn't then we leave it unset, because setting a key slows down JAX's fast path for jitted
-    functions.
+    Otherwise leaves it unset: a key slows down JAX's fast path for jitted functions.
     """
     global _n_entered
     with _enter_lock:
@@ -143,13 +138,13 @@ def _count(more: int) -> None:
 
 
 def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint: str = "") -> Any:
-    """Materialises `value` if it's a Value, subject to the policy. Anything else is returned unchanged.
+    """Materialises a Value, under the policy. Anything else is returned unchanged.
 
     **Arguments:**
 
     - `what`: the primitive, or a phrase such as "bool()".
     - `operands`: all of the primitive's operands, for use in the message. Default: just `value`.
-    - `hint`: the reason, or what could be done about it. Default: register a rule for the primitive `what`.
+    - `hint`: the reason, or what to do about it. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
         return value
@@ -159,7 +154,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 def dense_operands(
     primitive: jexc.Primitive, operands: Sequence[Any], positions: Sequence[int] | None = None
 ) -> list[Any]:
-    """Materialises all operands, or just the ones in `positions`. This is subject to the policy."""
+    """Materialises all operands, or just those in `positions`, under the policy."""
     arrays = list(operands)
     positions = range(len(arrays)) if positions is None else positions
 
@@ -172,12 +167,12 @@ def dense_operands(
 
 
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns the result if no rule matches.
+    """Computes the result if no rule matches.
 
-    First we try a `default` that was overridden by some operand's type. If there is none, then we look for a
-    rule that matches after materialising just some operands. As a last resort we materialise them all.
+    First tries the `default` of operand types overriding it, then a rule matching after materialising just
+    some operands. As a last resort, materialises them all.
     """
-    # Several types might inherit the same `default`. This isn't ambiguous, so use the function as the key.
+    # Types inheriting the same `default` aren't ambiguous, so use the function as the key.
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -199,16 +194,15 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.positions)
         recording.note(f"only {' and '.join(names)} is made dense")
         return trace.dispatch(primitive, some, params)
-    # If we were calling a JAX function then it would ensure that all operands vary over the same mesh axes,
-    # but `bind` doesn't.
+    # JAX's functions make all operands vary over the same mesh axes, but `bind` doesn't.
     arrays = compat.vary_alike(dense_operands(primitive, operands))
     return primitive.bind(*arrays, **primitive.get_bind_params(params))
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """Finds a rule that matches after materialising some operands.
+    """Finds a rule matching after materialising some operands.
 
-    We prefer not to materialise any that refuse.
+    Prefers not to materialise any that refuse.
     """
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
@@ -218,8 +212,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
     once = _first_positions(operands)
 
     def keeps_twins_together(rule: Beyond) -> bool:
-        # If a Value occurs twice then we must treat both occurrences in the same way. See `map_values` for
-        # the reason.
+        # Treat both occurrences of a Value in the same way: see `map_values`.
         made_dense = {once[i] for i in rule.positions}
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.positions)
 
@@ -230,10 +223,8 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
     """Applies `f` to the Values among `operands`.
 
-    If a Value occurs twice, then it's only passed to `f` once. If we were to compute it twice, then the
-    compiler might fuse the two copies differently, so that their last digits might differ. This would be a
-    problem for e.g. `x != x`, which is how people test for NaN, as it could then be true for ordinary
-    numbers.
+    A Value occurring twice is only passed to `f` once. The compiler may fuse two copies differently, so that
+    their last digits differ. Then `x != x`, the usual test for NaN, could be true for ordinary numbers.
     """
     first = _first_positions(operands)
     once = list(dict.fromkeys(first.values()))
@@ -242,7 +233,7 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 
 def _first_positions(operands: Sequence[Any]) -> dict[int, int]:
-    """For each position of a Value, returns the first position at which the same Value occurs."""
+    """Maps each position of a Value to the first position of the same Value."""
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
@@ -279,7 +270,7 @@ def _strictest(values: Sequence[Value]) -> Mode:
                 f"`on_materialise` of {type(x).__name__} must be None or one of {_MODES}; found {mode!r}."
             )
         found.add(mode)
-    # One type might forbid what another one allows. In this case the stricter one takes precedence.
+    # If one type forbids what another one allows, the stricter one takes precedence.
     return max(found, key=_MODES.index)
 
 
@@ -291,7 +282,7 @@ def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
 
 
 def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
-    """As `materialised`, except that we continue if a type refuses while `explain` is tracing shapes."""
+    """As `materialised`, but goes on if a type refuses while `explain` traces shapes."""
     try:
         return materialised(value)
     except Exception as error:
@@ -312,7 +303,7 @@ _warned_lock = threading.Lock()
 
 @dataclasses.dataclass
 class _Materialisation:
-    """Represents a single materialisation, along with the message that reports it."""
+    """A single materialisation, with the message reporting it."""
 
     values: Sequence[Value]
     what: str
@@ -336,12 +327,11 @@ class _Materialisation:
             self.warn()
 
     def lacking(self) -> tuple[str, str]:
-        """The operation along with its operands, and the rule that should be written for it."""
+        """Returns the operation with its operands, and the rule to write for it."""
         return f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy
 
     def message(self, *, happened: bool = False) -> str:
-        """Returns a message about what is materialised, where this happens, why, and what could be done about
-        it."""
+        """Says what is materialised, where, why, and what to do about it."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
@@ -360,7 +350,7 @@ class _Materialisation:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """Returns how to materialise on purpose.
+        """Says how to materialise on purpose.
 
         This is the `to_materialise` of these types, or "allow" by default.
         """
@@ -372,7 +362,7 @@ class _Materialisation:
 
     @property
     def remedy(self) -> str:
-        """The rule that the type's author could write."""
+        """The rule the type's author could write."""
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
@@ -400,10 +390,9 @@ class _Materialisation:
         return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)
 
     def _nearest(self) -> list[Rule]:
-        """Returns at most two rules for the primitive that nearly match, unless one declined.
+        """Returns at most two nearly matching rules for the primitive; none if a rule declined.
 
-        These don't include our own rules for other types, as which ones exist depends on which modules
-        have been loaded.
+        Leaves out our own rules for other types: which ones exist depends on the modules loaded.
         """
         ranked = self._ranked()
         if not all(misfit for misfit, _ in ranked):
@@ -411,10 +400,9 @@ class _Materialisation:
         return [rule for _, rule in ranked if not (rule.is_ours and self._is_others(rule))][:2]
 
     def _ranked(self) -> list[tuple[int, Rule]]:
-        """Returns the rules for the primitive, each with the number of operands that don't match.
+        """Returns the rules for the primitive, each with its number of operands that don't match.
 
-        If rules are for the operands' own types then these come first. Apart from that, they are sorted by
-        how well they fit.
+        Matching rules come first, then rules for the operands' own types, then those fitting best.
         """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
@@ -442,7 +430,7 @@ class _Materialisation:
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()
-        # Each context issues its own warnings. If we aren't in any context, then we warn once per process.
+        # Each context issues its own warnings. Outside any context, warn once per process.
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

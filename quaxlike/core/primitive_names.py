@@ -17,8 +17,8 @@ MODULES = {
     "jax.numpy.linalg": jnp.linalg,
     "jax.scipy.special": jax.scipy.special,
 }
-# The arguments with which we try to call a function, in order. They are 2x2 arrays of floats, integers and
-# booleans. (We don't try strings: for example, `jax.numpy.save` would go ahead and write a file.)
+# How to try calling a function, in order, with 2x2 arrays of floats, integers and booleans. (No strings:
+# `jax.numpy.save` would go ahead and write a file.)
 CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x),
     lambda f, x, i, b: f(x, x),
@@ -31,14 +31,14 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, 1),
     lambda f, x, i, b: f(x, (2, 2)),
 ]
-# Functions that none of these calls suits.
+# Functions for which none of these calls works.
 _CALLED_OTHERWISE = {
     **{"einsum": "dot_general", "astype": "convert_element_type", "while_loop": "while", "fori_loop": "scan"},
     **{"switch": "cond", "map": "scan", "select": "select_n", "conv": "conv_general_dilated"},
 }
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _PREFIXES = {f"{name}.": name for name in MODULES} | {"jnp.": "jax.numpy", "lax.": "jax.lax", "nn.": "jax.nn"}
-# These are only used if there is nothing else.
+# Only used if there is nothing else.
 _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")
 
 
@@ -55,10 +55,10 @@ def function_called(name: str) -> tuple[str, Any] | None:
 
 
 def primitives_of(function: Any) -> list[str]:
-    """Returns the names of the primitives that a JAX or NumPy function binds.
+    """Returns the names of the primitives bound by a JAX or NumPy function.
 
-    We find these by calling the function with small arrays. If no call succeeds, or if this isn't a
-    JAX or NumPy function, then the result is empty.
+    Traces the function with small arrays. If no call succeeds, falls back to a primitive of the same name.
+    Empty for any other function.
     """
     package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):

@@ -1,8 +1,8 @@
 """`quaxify`: runs a function with Values in place of arrays.
 
-A level must be closed exactly once, even if the function raises an error. Both `levels` and JAX's current
-trace are therefore restored in a `finally` block. We also mark the trace as ended. This way, using a leaked
-tracer raises an error, rather than silently computing with a dead trace.
+A level must be closed exactly once, even if the function raises an error. So `levels` and JAX's current trace
+are restored in a `finally` block, and the trace is marked as ended: using a leaked tracer raises an error,
+rather than silently computing with a dead trace.
 """
 
 import functools
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @jtu.register_pytree_with_keys_class
 class _Quaxified(Generic[_T]):
-    """A quaxified function. This is a pytree over the original function, which might contain Values."""
+    """A quaxified function: a pytree over the original function, which may contain Values."""
 
     __slots__ = ("__dict__", "__weakref__", "_filter_spec", "_fn", "_rules")
 
@@ -63,8 +63,7 @@ class _Quaxified(Generic[_T]):
     def _whole(self) -> Callable[..., Any] | None:
         """For a jitted function: the whole call as a single jitted function.
 
-        This is an optimisation. It means that eager calls only have to go through a single jit, rather than
-        dispatching the inner one.
+        An optimisation: eager calls go through a single jit, rather than dispatching the inner one.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -75,7 +74,7 @@ class _Quaxified(Generic[_T]):
     @staticmethod
     @compat.weakly_cached
     def _quaxified_jit(jitted: Any) -> Callable[..., Any]:
-        """All quaxified versions of `jitted` share this, so that quaxifying it again doesn't recompile it."""
+        """All quaxified versions of `jitted` share this: quaxifying it again doesn't recompile it."""
         of = weakref.ref(jitted)  # a strong reference would keep it in the cache forever
 
         @functools.wraps(jitted.__wrapped__)
@@ -86,8 +85,8 @@ class _Quaxified(Generic[_T]):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
-        # Move our rule set to the front. Note that it might already be in the list; for example, a nested
-        # function might have been quaxified with the same rules.
+        # Move our rule set to the front. It may already be in the list, e.g. for a nested function quaxified
+        # with the same rules.
         if self._rules is not None and self._rules is not layers[0]:
             with use_rule_sets((self._rules, *(x for x in layers if x is not self._rules))):
                 return self._call(*args, **kwargs)
@@ -96,12 +95,11 @@ class _Quaxified(Generic[_T]):
         trace = QuaxTrace(parent, Level(), resolver(layers))
         copies = Copies() if "flax.nnx" in sys.modules else None
         levels = running.levels
-        # Rules and operators look up the running level here, so make sure to remove it even if there's an
-        # error.
+        # Rules and operators look up the running level here, so remove it even on an error.
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
-            # Modules are copied under this trace, which means that it's safe for the function to mutate them.
+            # Modules are copied under this trace, so the function may mutate them.
             compat.set_trace(trace)
             fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
@@ -112,11 +110,10 @@ class _Quaxified(Generic[_T]):
         finally:
             compat.set_trace(parent)
             levels.pop()
-            # From now on, any tracer that has leaked (e.g. through a global) raises an error when it is used.
+            # From now on, using a leaked tracer (e.g. through a global) raises an error.
             trace.ended = True
         if copies is not None:
-            # We deliberately don't do this if there was an error, in which case the Variables must be left
-            # unchanged.
+            # Not done after an error, which must leave the Variables unchanged.
             copies.write_back(trace.unwrap_tree)
         out = trace.unwrap_tree(out)
         return check_jacobian(out, is_value) if type(parent) is compat.JVPTrace else out
@@ -144,27 +141,26 @@ class _Quaxified(Generic[_T]):
 def quaxify(
     fn: Callable[..., _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
 ) -> Callable[..., _T]:
-    """Wraps a function so that you can pass Values where it expects arrays.
+    """Wraps a function to accept Values where it expects arrays.
 
-    Every primitive that is called with a Value is dispatched to a registered rule, based on all operand
-    types. If no rule matches then the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain
-    arrays are never wrapped, so they are passed to primitives as usual.
+    Every primitive called with a Value is dispatched to a registered rule, based on all operand types. If no
+    rule matches, the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain arrays are never
+    wrapped, and reach primitives as usual.
 
     **Arguments:**
 
     - `fn`: any callable, such as a function, a method, an Equinox module, or a transformed function.
-    - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
-        (where each Value is a leaf), or a prefix of the tree `(fn, args, kwargs)`, as for `eqx.partition`.
-        Any other Values are passed through unchanged, so that a nested `quaxify` can dispatch on them; apart
-        from this they behave just like they do outside `quaxify`. Values that `fn` closes over or creates
-        are treated as if they were part of `fn`. Default: all Values.
-    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. This is inherited by any nested
-        `quaxify`.
+    - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on: a bool, a function on leaves (where
+        each Value is a leaf), or a prefix of the tree `(fn, args, kwargs)`, as for `eqx.partition`. Other
+        Values are passed through unchanged: a nested `quaxify` can dispatch on them, and otherwise they
+        behave as outside `quaxify`. Values closed over or created by `fn` are treated as part of `fn`.
+        Default: all Values.
+    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules, inherited by any nested `quaxify`.
 
     **Returns:**
 
-    A function with the same signature as `fn`, which returns Values if the computation results in Values.
-    Type checkers accept any arguments for it, since `fn`'s arguments are annotated as arrays.
+    A function with the same signature as `fn`, returning Values if the computation results in Values. Type
+    checkers accept any arguments for it: those of `fn` are annotated as arrays.
 
     **Raises:**
 
@@ -192,7 +188,7 @@ def quaxify(
 def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
     """Raises a `TypeError` if a filter contains arrays, Values or other data.
 
-    If it does then the user typically meant to pass these to the function.
+    The user typically meant to pass these to the function.
     """
     if isinstance(filter_spec, bool | types.FunctionType | functools.partial):
         return
@@ -243,8 +239,7 @@ def _select(
         plain = kind == "array" or isinstance(tree, types.FunctionType)
         return tree if plain else shared(tree, jtu.tree_map(box, tree, is_leaf=_is_instance))
 
-    # Fast path for the default. Each argument can be boxed separately, without first building one tree out of
-    # all of them.
+    # Fast path for the default: box each argument separately, without building one tree of them all.
     if filter_spec is True:
         return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
     tree = (fn, args, kwargs)
@@ -258,18 +253,17 @@ def _select(
             f"{' '.join(str(error).split())}"
         ) from None
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
-    # The filter also applies to Values that weren't arguments. So we need to remember the ones that it didn't
-    # select.
+    # The filter also applies to Values that weren't arguments, so remember those it didn't select.
     trace.tag.dispatches_on = functools.partial(_dispatches_on, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note to the error if this was raised when computing an argument's shape."""
+    """Adds a note to an error raised when computing an argument's shape."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
-    except Exception:  # this isn't a pytree, which might be the very reason for the error
+    except Exception:  # not a pytree, which may be the very reason for the error
         return
     for path, leaf in leaves:
         try:
@@ -287,16 +281,16 @@ def _is_instance(x: Any) -> bool:
     """Returns whether `x` is an instance of a Value type. Unlike `is_value`, this includes instances with
     missing parts.
 
-    An incomplete Value isn't boxed. It's passed through untouched, along with everything nested inside it.
+    An incomplete Value isn't boxed, but passed through with everything nested inside it.
     """
     return kind_of(x) == "value"
 
 
 def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Returns whether to dispatch on a Value that wasn't an argument.
+    """Returns whether to dispatch on a late Value, i.e. one that wasn't an argument.
 
-    This is False for any Value in `passed_by`, and otherwise up to the filter. If the filter is a prefix of
-    `(fn, args, kwargs)`, then we use its entry for `fn`.
+    False for any Value in `passed_by`, otherwise up to the filter. If this is a prefix of
+    `(fn, args, kwargs)`, its entry for `fn` applies.
     """
     if any(value is x for x in passed_by):
         return False
@@ -307,7 +301,7 @@ def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value
 def value_of(x: Any) -> Any:
     """Returns the Value behind an operand inside a quaxified function. Anything else is returned unchanged.
 
-    This is useful for inspecting a Value (e.g. its static fields), or for computing something that can't be
-    expressed as a primitive. Note that the arrays inside the Value belong to the level outside the `quaxify`.
+    Use this to inspect a Value (e.g. its static fields), or to compute something no primitive can express.
+    The arrays inside the Value belong to the level outside the `quaxify`.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x

@@ -1,8 +1,7 @@
-"""Recording for `explain`: the active recorder, and how messages describe operands and places.
+"""Recording for `explain`: the active recorder, and how messages describe operands and source lines.
 
-Recording must not change a program's behaviour. Nor may it be defeated by JAX's caches, which would
-otherwise skip tracing a function that was already traced. So each recording is part of their keys, which
-means that everything is traced again.
+Recording must not change a program's behaviour, nor be defeated by JAX's caches, which skip functions already
+traced. So each recording is part of their keys, and everything is traced again.
 """
 
 import collections
@@ -34,9 +33,9 @@ _recordings = itertools.count(1)
 
 
 def recording(recorder: "Recorder") -> contextlib.AbstractContextManager[Any]:
-    """Records everything that is dispatched inside this block, in the current thread and context."""
-    # Use a new number each time. Otherwise we would get a cache hit for a program that was traced by an
-    # earlier recording, and it would be missing from this one.
+    """Records everything dispatched inside this block, in the current thread and context."""
+    # A new number each time: on a cache hit, a program traced by an earlier recording would be missing from
+    # this one.
     return _active.use(recorder, key=next(_recordings))
 
 
@@ -48,7 +47,7 @@ values.probing.asides.append(_not_recording)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
-    """Decorates a function that performs its own dispatch, so that its events are shown inside `what`."""
+    """Decorates a function performing its own dispatch, to show its events inside `what`."""
 
     def decorator(function: _Fn) -> _Fn:
         @functools.wraps(function)
@@ -66,8 +65,8 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 def note(text: str) -> None:
     """Adds a remark to the running rule's row in [`quaxlike.explain`][].
 
-    Call this inside a rule to report anything that isn't apparent from its signature, for example which
-    kernel it selected. Unless `explain` is running, this doesn't do anything.
+    Call this inside a rule to report what isn't apparent from its signature, such as the kernel selected.
+    Does nothing unless `explain` is running.
     """
     if (recorder := active()) is not None:
         recorder.note(text)
@@ -87,7 +86,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """Returns the user's line being executed, as well as the innermost line in any library that it called."""
+    """Returns the user's line being executed, and the innermost line in any library it called."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -96,8 +95,7 @@ def user_source() -> tuple[SourceLine, SourceLine | None]:
     return first or SourceLine("<unknown>", 1, "?"), None
 
 
-# Hooks that users might write so that they accidentally call themselves. (There are functions of the same
-# names in the core, but these only call the hooks.)
+# Hooks that may accidentally call themselves. (The core's functions of the same names only call the hooks.)
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
@@ -105,8 +103,8 @@ _CALLERS = values.__file__
 def endless(error: RecursionError) -> str | None:
     """Returns the message for endless recursion of a rule or hook, or None if there isn't any.
 
-    Note that we are close to the recursion limit when this is called. It's therefore important not to call
-    anything that caches errors, as beartype does for plum.
+    Called close to the recursion limit, this must not call anything that caches errors, as beartype does for
+    plum.
     """
     # Endless recursion keeps calling the same few functions, so count how often each one appears.
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -129,7 +127,7 @@ def endless(error: RecursionError) -> str | None:
 def in_bytes(size: int) -> str:
     """`size` in bytes and in a readable unit.
 
-    If it's a symbolic size from `jax.export` then just in bytes.
+    Just in bytes for a symbolic size from `jax.export`.
     """
     if not isinstance(size, int):
         return f"{size} bytes"
@@ -144,7 +142,7 @@ def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over. If so then the tracer is held by a JAX cache.
+    - `is_late`: whether the Value was closed over. If so, a JAX cache holds the tracer.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

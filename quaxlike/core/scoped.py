@@ -1,4 +1,4 @@
-"""Values that are in force inside a `with` block."""
+"""Values in force inside a `with` block."""
 
 import contextlib
 import contextvars
@@ -13,9 +13,8 @@ _T = TypeVar("_T")
 class Scoped(Generic[_T]):
     """A context variable that is also part of JAX's cache keys.
 
-    Without the latter, a function that was traced under one value would be reused under another. We can't
-    just use the setting in the keys, because JAX's settings are thread-local, and so they are shared by all
-    asyncio tasks in a thread.
+    Without the keys, a function traced under one value would be reused under another. The setting in the keys
+    alone won't do: JAX's settings are thread-local, so all asyncio tasks in a thread share them.
     """
 
     def __init__(self, name: str, default: _T) -> None:

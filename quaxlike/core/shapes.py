@@ -1,7 +1,7 @@
 """Shapes and dtypes in place of the leaves of a Value.
 
-These lose nothing that the aval of a Value depends on: weak types, and shardings that are part of the type.
-In particular, the results of rules are weakly typed only where the primitive's are.
+They keep everything a Value's aval depends on, including weak types, and shardings in the type. The results
+of rules are weakly typed only where the primitive's are.
 """
 
 import operator
@@ -33,7 +33,7 @@ def as_shapes(value: _T) -> _T:
 
 
 class OfType:
-    """A leaf of which only the type is known. Like `jax.ShapeDtypeStruct`, but for hijax types in a Value."""
+    """A leaf known only by its type. Like `jax.ShapeDtypeStruct`, but for hijax types in a Value."""
 
     __slots__ = ("aval",)
 
@@ -45,7 +45,7 @@ compat.register_stand_in(OfType, operator.attrgetter("aval"))
 
 
 def leaf_aval(leaf: Any) -> Any:
-    """Returns the aval of a leaf, which might only be a shape and a dtype."""
+    """Returns the aval of a leaf, which may only be a shape and a dtype."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         aval = jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
         sharding = compat.explicit_sharding(leaf)
@@ -54,14 +54,14 @@ def leaf_aval(leaf: Any) -> Any:
 
 
 def sharded_like_dense(value: Any, aval: Any, leaf_avals: Sequence[Any]) -> Any:
-    """Returns the `aval` of a type's own with the sharding that the dense array would have, if it has one."""
+    """Returns a type's own `aval` with the sharding of the dense array, if this has one."""
     if compat.explicit_sharding(aval) is not None or not any(map(compat.explicit_sharding, leaf_avals)):
         return aval
     try:
         with probing():
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))
         return aval.update(sharding=out.sharding) if out.shape == aval.shape else aval
-    except Exception:  # a type can raise any error in order to refuse
+    except Exception:  # a type may refuse with any error
         return aval
 
 
@@ -72,7 +72,7 @@ def is_weak(x: Any) -> bool:
 def as_strong(out: Any, expected: Sequence[Any] | None) -> Any:
     """Converts a rule's weakly typed results to strong types where the primitive's are strong.
 
-    If we didn't, then the dtype of whatever is computed from them next would be a different one.
+    Otherwise whatever is computed from them next would have another dtype.
     """
 
     def strong(x: Any, want: Any) -> Any:

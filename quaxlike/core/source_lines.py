@@ -1,7 +1,7 @@
-"""Finds the user's own lines and frames, as opposed to ones in JAX, libraries and this package.
+"""Finds the user's own lines and frames, as opposed to those of JAX, libraries and this package.
 
-All messages are supposed to point to a line in the user's code. So we must never report a line belonging to
-JAX or to this package; we identify both by the folders in which they are installed.
+Messages must point to a line in the user's code, never to one of JAX or this package. Both are identified by
+the folders they are installed in.
 """
 
 import functools
@@ -18,8 +18,7 @@ import jax.extend.core as jexc
 
 from . import compat
 
-# The whole package except for its programs. All of this is hidden from tracebacks, and is never reported as a
-# line of the user's code.
+# The whole package except its programs: hidden from tracebacks, and never reported as the user's code.
 _OURS = tuple(
     f"{path}{os.sep}" if path.is_dir() else str(path)
     for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
@@ -39,10 +38,10 @@ class SourceLine(NamedTuple):
 
 
 def source_lines() -> Iterator[SourceLine]:
-    """Returns the lines outside JAX and this package that are being executed, innermost first.
+    """Returns the lines being executed outside JAX and this package, innermost first.
 
-    Note that when an equation in a jaxpr is evaluated, the lines that it came from aren't on Python's stack.
-    Instead, each equation records the lines at which it was staged.
+    When a jaxpr's equation is evaluated, its own lines aren't on Python's stack. Instead, each equation
+    records the lines at which it was staged.
     """
     yield from _recorded_lines(compat.current_traceback())
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -58,8 +57,7 @@ def lines_of_error(error: BaseException) -> list[SourceLine]:
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """Returns this frame's line. If this frame is interpreting an equation, then returns the lines that
-    staged the equation instead."""
+    """Returns this frame's line or, if it is interpreting an equation, the lines staging the equation."""
     file = frame.f_code.co_filename
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
@@ -84,13 +82,13 @@ def _folders(*packages: str) -> tuple[str, ...]:
     return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
 
 
-# Libraries that wrap functions, but only to check the types of their arguments.
+# Libraries wrapping functions only to check the types of their arguments.
 _CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
 _MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
 
 
 def calling_frame() -> types.FrameType:
-    """Returns the frame of our caller's caller. Skips any frames that are only there to check annotations."""
+    """Returns the frame of our caller's caller. Skips frames that only check annotations."""
     frame: Any = sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
     for _ in range(2):
         frame = frame.f_back
@@ -104,8 +102,7 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 @functools.cache
 def is_internal(file: str) -> bool:
-    # If there isn't a virtual environment, then third-party libraries are installed inside the folder of the
-    # standard library.
+    # Without a virtual environment, third-party libraries are inside the standard library's folder.
     is_standard = file.startswith(_STDLIB) and "-packages" not in file
     return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
 
@@ -118,7 +115,7 @@ def is_library(file: str) -> bool:
 def shorten_traceback(error: Exception) -> None:
     """Cuts the traceback at the user's last frame.
 
-    This is for errors whose messages already contain this line.
+    For errors with this line in their message.
     """
     if not compat.drops_frames(error):
         return

@@ -1,8 +1,8 @@
 """Types of static values, for keys of caches.
 
-Python's `==` doesn't distinguish 3, 3.0 and True, 0.0 and -0.0, or tuples of these, so a key with just the
-values would let the second one find what was computed for the first. This also affects JAX's own caches, and
-the comparison of pytree structures.
+Python's `==` doesn't distinguish 3, 3.0 and True, 0.0 and -0.0, or tuples of these, so with just the values
+as a key, one would find the other's results. This also affects JAX's own caches, and comparing pytree
+structures.
 """
 
 import dataclasses
@@ -19,9 +19,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 def type_of(value: Any) -> Any:
-    """Returns what `==` doesn't tell about a value. Of equal values we leave one as it is, e.g. the int, in
-    which case this is None.
-    """
+    """Returns what `==` doesn't tell about a value. None for one of several equal values, e.g. the int."""
     describe = _description(type(value))
     return None if describe is None else describe(value)
 
@@ -34,9 +32,7 @@ def types_of(values: Iterable[Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)  # the checks below take a few microseconds
 def _description(cls: type) -> Callable[[Any], Any] | None:
-    """Returns a function that computes `type_of` for the instances of a class, or None if there's nothing to
-    compute.
-    """
+    """Returns a function computing `type_of` for a class's instances, or None if it's always None."""
     if cls in (int, str):
         return None
     if cls is float:

@@ -1,12 +1,11 @@
 """The trace for dispatching primitives on Values, and the tracer of a Value.
 
-A plain array must never be boxed. That is to say, only Values become `ValueTracer`s, and if a primitive has
-no Value among its operands then we bind it on the parent trace and return the result as it is. Otherwise we
-would incur dispatch overhead for every intermediate in a quaxified function. Worse still, a concrete
-`if` on a plain array would raise an error.
+A plain array must never be boxed: only Values become `ValueTracer`s, and a primitive with no Value among its
+operands is bound on the parent trace, with its result returned as it is. Otherwise every intermediate in a
+quaxified function would incur dispatch overhead. Worse still, a concrete `if` on a plain array would raise an
+error.
 
-Note that `process_primitive` runs for every primitive. So it avoids allocations, and looks up rules in a
-single dict.
+`process_primitive` runs for every primitive, so it avoids allocations, and looks up rules in a single dict.
 """
 
 import functools
@@ -47,8 +46,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Represents a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
-    # We don't need to be converted to an operand. JAX looks this up several times per call, so setting it
-    # explicitly is a fast path.
+    # No conversion to an operand. JAX looks this up several times per call, so setting it is a fast path.
     __jax_array__ = None  # pyright: ignore
 
     def __init__(self, trace: Any, value: Value) -> None:
@@ -57,7 +55,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         self.quax_value = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "aval":  # filled in on demand, as many intermediates never need it
+        if name == "aval":  # filled in on demand: many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
         if name == "quax_is_late":  # whether the Value was adopted (only set if it was)
@@ -68,22 +66,21 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX calls this on results of a derivative that don't have tangents, and on operands that should be
-        # concrete arrays. The latter never happens for a tracer of a running level.
+        # JAX calls this on a derivative's results without tangents, and on operands that should be concrete
+        # arrays. The latter never happens for a tracer of a running level.
         if not self._trace.ended:
             return self
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for anything that is being differentiated, in order to check that it isn't closed
-        # over.
+        # JAX searches these for anything being differentiated, to check that it isn't closed over.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # `bool(x)`, `int(x)` and so on all materialise. We could define `to_concrete_value` instead, but JAX also
-    # calls this when the user hasn't requested a concrete value.
+    # `bool(x)`, `int(x)` and so on all materialise. `to_concrete_value` won't do: JAX also calls it when the
+    # user hasn't requested a concrete value.
 
     def __bool__(self) -> bool:
         return bool(self._concrete("bool"))
@@ -120,11 +117,10 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
     """Defines an arithmetic `method` on tracers.
 
-    There is a fast path for two Values with the same aval. These don't need to be promoted, so we just bind
-    the primitive directly. (Going through `jax.numpy` takes several times as long.) Everything else is left
-    to JAX.
+    Fast path: two Values with the same aval need no promotion, so their primitive is bound directly. (Going
+    through `jax.numpy` takes several times as long.) Everything else is left to JAX.
     """
-    # JAX's own operator. We use this for everything except for the fast path.
+    # JAX's own operator, for everything but the fast path.
     forward = getattr(jax.core.Tracer, method)
     dtypes = jnp.inexact if only_inexact else jnp.number
 
@@ -160,20 +156,19 @@ for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": 
 
 
 class Level(jexc.TraceTag):
-    """A single running `quaxify`. This is also the tag shared by its traces and tracers."""
+    """A single running `quaxify`, and the tag shared by its traces and tracers."""
 
     # Whether the level dispatches on a Value that wasn't one of its arguments. None: on any Value.
     dispatches_on: Callable[[Value], bool] | None = None
-    # Called with each primitive on plain arrays. This is only set if some Value at this level requires it.
+    # Called with each primitive on plain arrays. Only set if some Value at this level requires it.
     follow: Callable[..., None] | None = None
 
 
 class QuaxTrace(jax.core.Trace):
-    """One level of `quaxify`, which unwraps Values, finds the rule, and wraps its results.
+    """One level of `quaxify`: unwraps Values, finds the rule, and wraps its results.
 
-    Note that a level can have several traces, which all share its `tag`. This is because the functions
-    passed to custom derivatives and `shard_map` close over tracers of the level, but run under a second
-    trace.
+    A level can have several traces, all sharing its `tag`: the functions passed to custom derivatives and
+    `shard_map` close over tracers of the level, but run under a second trace.
     """
 
     ended = False  # whether the quaxified function has returned
@@ -191,8 +186,8 @@ class QuaxTrace(jax.core.Trace):
     def process_primitive(
         self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        # This is a hot path, as it runs for every primitive, including the ones on plain arrays. So we
-        # already build the cache key whilst unwrapping, and we compare tags rather than calling methods.
+        # A hot path: this runs for every primitive, even on plain arrays. So build the cache key while
+        # unwrapping, and compare tags rather than call methods.
         tag = self.tag
         unwrapped = list(operands)
         key: list[Any] = [primitive]
@@ -204,15 +199,15 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        # If there are no Values then there is nothing to dispatch on. The only exception is a primitive that
-        # creates a Value out of plain arrays, either directly or in one of its jaxprs.
+        # Without Values there is nothing to dispatch on, except for a primitive creating a Value out of plain
+        # arrays, either directly or in one of its jaxprs.
         if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follow is not None:
                 tag.follow(primitive, operands, params, out)
             return out
-        # Rules run under the parent trace. Otherwise any primitives that they bind on leaves would be
-        # dispatched at this level again, rather than being passed on to JAX.
+        # Rules run under the parent trace. Otherwise the primitives they bind on leaves would be dispatched
+        # at this level again, rather than passed on to JAX.
         before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
         self.in_rule = True
@@ -229,15 +224,15 @@ class QuaxTrace(jax.core.Trace):
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types."""
         if getattr(key[0], "family", "") == "defined":
-            # These also have parameters that are just for JAX's caches.
+            # These also have parameters just for JAX's caches.
             params = key[0].plain_params(params)
         out = self.try_rules(key, operands, params)
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result if no rule matches.
+        """Computes the result if no rule matches.
 
-        This is either a built-in of the interpreter, or else the default.
+        Uses a built-in of the interpreter, or else the default.
         """
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)
@@ -251,8 +246,7 @@ class QuaxTrace(jax.core.Trace):
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
-        # Modify `operands` in place. This way, if all rules decline then the default also uses the checked
-        # indices.
+        # Modify `operands` in place: if all rules decline, the default also uses the checked indices.
         if rules and primitive in TAKE_INDICES:
             operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
@@ -270,27 +264,24 @@ class QuaxTrace(jax.core.Trace):
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
     def dispatches_on(self, value: Value) -> bool:
-        """Returns whether this level dispatches on a Value that wasn't one of its arguments."""
+        """Returns whether this level dispatches on a late Value."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Any) -> bool:
         """Returns whether this level can reach the arrays of a late Value (or a tracer).
 
-        If it can't, then they belong to a transform inside the quaxified function. If we were to box the
-        Value here regardless, then it would bypass the transform, and e.g. lose its derivative.
+        If not, they belong to a transform inside the quaxified function. Boxing the Value here regardless
+        would bypass the transform, and e.g. lose its derivative.
         """
         return _lives_below(self, value)
 
     def adopt(self, value: Value) -> Any:
-        """Turns a late Value into an operand.
-
-        This is either a tracer of this level, or an equation for making one.
-        """
+        """Turns a late Value into an operand: a tracer of this level, or an equation for making one."""
         check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
     def enter_late(self, value: Value) -> "ValueTracer":
-        """Boxes a late Value whose arrays this level holds."""
+        """Boxes a late Value with arrays held by this level."""
         tracer = self.enter(self.unwrap_tree(value))
         tracer.quax_is_late = True
         return tracer
@@ -298,12 +289,12 @@ class QuaxTrace(jax.core.Trace):
     def claims(self, tracer: ValueTracer) -> bool:
         """Returns whether another level adopted the tracer's Value, but this level should dispatch on it.
 
-        This can happen because JAX caches the jaxprs that it traces. For example, suppose that a function
-        closes over a Value, and is called through `jax.jit` or a scan inside several `quaxify`s in turn. Then
-        the cached constants include the tracer that was created by the first call.
+        This can happen because JAX caches jaxprs. For example, suppose a function closes over a Value, and is
+        called through `jax.jit` or a scan inside several `quaxify`s in turn. Then the cached constants
+        include the tracer created by the first call.
         """
-        # If the tracer's level is still running, somewhere below us, then that's where it belongs. In this
-        # case it is just an operand like any other.
+        # If the tracer's level is still running somewhere below us, it belongs there, and is just an operand
+        # here.
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
@@ -337,11 +328,11 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """Converts a rule's result to something that can be returned to JAX."""
+        """Converts a rule's result to something JAX accepts."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
-        # It's possible that the first Value that requires us to follow plain arrays is created inside the
-        # level, so we have to check results as well.
+        # The first Value requiring plain arrays to be followed may be created inside the level, so check
+        # results as well.
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, x)
@@ -349,7 +340,7 @@ class QuaxTrace(jax.core.Trace):
     def as_array(self, x: Any) -> Any:
         """Converts a rule's result to an array or a Value.
 
-        (Rules are allowed to return NumPy arrays and numbers.)
+        (Rules may return NumPy arrays and numbers.)
         """
         if kind_of(x) != "other" or _is_no_array(x):
             return x
@@ -376,7 +367,7 @@ def _is_no_array(x: Any) -> bool:
     """Returns whether `x` has another JAX type, such as a token."""
     try:
         return not isinstance(jax.typeof(x), jax.core.ShapedArray)
-    except TypeError:  # this might be something that can be converted to an array
+    except TypeError:  # this may still be convertible to an array
         return False
 
 
@@ -395,16 +386,16 @@ def _lives_below(level: QuaxTrace, value: Any) -> bool:
     return all(any(x is y for x in (trace, getattr(trace, "tag", None)) for y in below) for trace in traces)
 
 
-# A Value might be created inside a transform that runs within a level. (Either it is constructed there, or it
-# is passed to a jitted function, which flattens it.) Then its arrays belong to the transform, so we can't
-# just box it. Instead we represent the Value by an equation that maps its leaves to an array. When the level
-# later evaluates the jaxpr produced by the transform, this equation gives us back the Value.
+# A Value may be created inside a transform within a level. (Either it is constructed there, or passed to a
+# jitted function, which flattens it.) Its arrays then belong to the transform, so it can't just be boxed.
+# Instead it is represented by an equation mapping its leaves to an array. When the level later evaluates the
+# transform's jaxpr, this equation gives back the Value.
 value_p = jexc.Primitive("quaxlike_value")
 _staged = False  # whether there is any such equation (otherwise we don't look)
 
 
 def stage(value: Value) -> Any:
-    """Binds an array in place of `value`. This represents it until some level dispatches on it."""
+    """Binds an array representing `value` until some level dispatches on it."""
     global _staged
     _staged = True
     leaves, treedef = jtu.tree_flatten(value)
@@ -414,7 +405,7 @@ def stage(value: Value) -> Any:
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
     """Returns whether a primitive is (or carries) an equation for making a Value.
 
-    This includes custom derivatives, as their functions might create one when they are called.
+    This includes custom derivatives: their functions may create one when called.
     """
     if primitive.name not in BUILTIN:
         return False
@@ -429,7 +420,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value that was passed as an operand to a primitive, at the level to which it belongs."""
+    """Boxes a Value passed as an operand to a primitive, at the level to which it belongs."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -452,16 +443,16 @@ def check_complete(value: Value) -> None:
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """Returns the class of each operand that's a Value, and None for any other operand.
+    """Returns the class of each Value, and None for any other operand.
 
     This is a cache key.
     """
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# The interpreter's own rules, for primitives that carry code or just move data. These are added by
-# `higher_order`, and are only used if no registered rule matches. The keys are the names of primitives, as
-# JAX doesn't export every primitive. If a primitive has an attribute `family` then we use this instead.
+# The interpreter's own rules, for primitives that carry code or just move data. Added by `higher_order`, and
+# only used if no registered rule matches. The keys are names of primitives, or else their attribute `family`:
+# JAX doesn't export every primitive.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

@@ -1,11 +1,11 @@
 """`Value` and `ArrayValue`: the base of every new kind of array.
 
 The aval of a Value must be the shape and dtype of `materialise()`, no matter which transforms are running.
-Every transform needs it, so we memoise it on the class, the statics and the avals of the leaves. If any were
-missing from the key, then a Value could end up with another one's shape.
+Every transform needs it, so it's memoised on the class, the statics and the avals of the leaves. If any were
+missing from the key, a Value could end up with another one's shape.
 
-Nothing in this file computes with a Value. Note that `is_value` is the hottest function in the package, as it
-runs for every operand of every primitive.
+Nothing in this file computes with a Value. `is_value` is the hottest function in the package: it runs for
+every operand of every primitive.
 """
 
 import abc
@@ -55,14 +55,13 @@ on_new_type: list[Callable[[Any], None]] = []
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything standing in for a JAX array inside a function wrapped in `quaxify`.
 
-    Only subclass this directly for something that isn't an array. For arrays, use [`quaxlike.ArrayValue`][].
+    Only subclass this directly for something other than an array. For arrays, use [`quaxlike.ArrayValue`][].
 
-    A `Value` is an Equinox module, whose array fields are its leaves. Anything that determines its shape,
-    dtype or dispatch should be a static field; these can hold any object that supports `==`, but never an
-    array. If a field can be None then it must be annotated as optional.
+    A `Value` is an Equinox module, with its array fields as leaves. Anything determining its shape, dtype or
+    dispatch should be a static field; these can hold any object supporting `==`, but never an array. A field
+    that can be None must be annotated as optional.
 
-    All methods after `materialise` are optional. Their docstrings describe what happens if you leave them
-    out.
+    All methods after `materialise` are optional. Their docstrings say what happens if you leave them out.
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
@@ -106,8 +105,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     default_precedence: ClassVar[int] = 0
     """If operands of several types override `default`, then the one with the highest precedence is used."""
 
-    # In Equinox, bound methods are pytrees, for which it overrides attribute lookup in Python. For us this
-    # would dominate the cost of calling a rule, so Values use the usual attribute lookup instead.
+    # Equinox overrides attribute lookup, to make bound methods pytrees. This would dominate the cost of
+    # calling a rule, so Values use the usual lookup instead.
     __getattribute__ = object.__getattribute__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -116,8 +115,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         for hook in on_new_type:
             hook(cls)
 
-    # `==` compares elementwise (or raises an error), so it can't be used for hashing, and we have to hash by
-    # identity.
+    # `==` compares elementwise (or raises an error), so hash by identity.
     __hash__ = object.__hash__
 
     if TYPE_CHECKING:
@@ -127,7 +125,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """Returns the JAX type of this value, as seen by any code that uses it."""
+        """Returns the JAX type of this value, as seen by any code using it."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
@@ -139,11 +137,10 @@ class Value(eqx.Module, metaclass=ValueMeta):
         values: Sequence["jax.typing.ArrayLike | Value"],
         params: dict[str, Any],
     ) -> "jax.typing.ArrayLike | Value | Sequence[jax.typing.ArrayLike | Value]":
-        """Called if no rule matches. Override this for a type that handles all primitives in the same way.
+        """Called if no rule matches. Override this to handle all primitives in the same way.
 
-        If no operand overrides this, then every Value is materialised, subject to the policy. If
-        several types override it, then the one with the highest `default_precedence` is used. If there is a
-        tie, then a `TypeError` is raised.
+        If no operand overrides this, every Value is materialised, under the policy. If several types do, the
+        one with the highest `default_precedence` is used, and a tie raises a `TypeError`.
 
         **Arguments:**
 
@@ -161,76 +158,74 @@ class Value(eqx.Module, metaclass=ValueMeta):
     def promote(cls, array: Any, like: Any) -> "Value | NotImplementedType":
         """Converts a plain `array` to this type, to match `like`.
 
-        This is called if one branch of a `cond` returns a Value but another one returns an array, or if a
-        loop carry changes from one to the other. Only use the statics and shapes of `like`, not its data.
+        Called if one branch of a `cond` returns a Value but another one an array, or if a loop carry changes
+        from one to the other. Only use the statics and shapes of `like`, not its data.
 
         The result must be equal to `array`, and have the same derivative. Its static fields can differ from
-        `like`'s, provided that `like` can be widened to them (see `widen`). If `like` contains another Value
-        (e.g. a named array can do this), then `array` might be a Value of that class.
+        `like`'s if `like` can be widened to them (see `widen`). If `like` contains another Value (as a named
+        array can), `array` may be a Value of this class.
 
-        Loops are often initialised with zeros, before it's known what kind of Value these should be. If you
-        give `like` the default None, and a rule for this type raises [`quaxlike.OperandMismatch`][] inside a
-        loop, then this will be called on these zeros without passing `like`. In this case, return a
-        placeholder that is compatible with any value, and whose only leaf is `array`. The actual type is then
-        determined by the first iteration.
+        Loops are often initialised with zeros, before their kind of Value is known. If you give `like` the
+        default None, and a rule for this type raises [`quaxlike.OperandMismatch`][] inside a loop, this is
+        called on the zeros without `like`. Then return a placeholder compatible with any value, with `array`
+        as its only leaf. The first iteration determines the actual type.
 
-        If this isn't overridden, then the Value is materialised instead, subject to the policy.
+        By default, the Value is materialised instead, under the policy.
         """
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """Converts this value to `like`'s form, or to a form that `like` can be widened to in turn.
+        """Converts this value to `like`'s form, or to one `like` can be widened to in turn.
 
-        This is called if two branches of a `cond`, or a loop carry before and after an iteration, are Values
-        with different classes, static fields or leaf shapes. Only use the statics and shapes of `like`.
+        Called if two branches of a `cond`, or a loop carry before and after an iteration, are Values with
+        different classes, static fields or leaf shapes. Only use the statics and shapes of `like`.
 
-        First one is widened to the other, and then the other is widened to the result, after which
-        the two must agree. The value returned must be equal to this one, and have the same derivative. If
-        it's a dense array, then both are materialised.
+        First one is widened to the other, then the other to the result, after which the two must agree. The
+        value returned must be equal to this one, and have the same derivative. If it's a dense array, both
+        are materialised.
 
-        If this isn't overridden, then fields that are Values are widened, and everything else has to agree.
+        By default, fields that are Values are widened, and everything else has to agree.
         """
         return NotImplemented
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives.
+        """Converts a cotangent for the backward function of a `jax.custom_vjp`.
 
-        Here `ct` is a value of this type (which must be `linear`), or a plain array if only other results
-        have this type. Override this if cotangents and primals have different static fields, e.g. units.
+        `ct` is a value of this type (which must be `linear`), or a plain array if only other results have
+        this type. Override this if cotangents and primals have different static fields, e.g. units.
         """
         return ct
 
     def cotangent_factor(self, dtype: Any) -> Any:
-        """Returns a scalar of this type and `dtype` that converts a cotangent to one for the leaves.
+        """Returns a scalar of this type and `dtype`, converting a cotangent to one for the leaves.
 
-        This is used for values that are created inside a function being differentiated. For example, a
-        quantity returns one in the same unit. By default this is None, which leaves cotangents unchanged.
+        Used for values created inside a function being differentiated. For example, a quantity returns one in
+        the same unit. None by default, which leaves cotangents unchanged.
         """
         return None
 
     def follows_rules(self) -> bool:
         """Returns whether the rules registered for this type apply to this value.
 
-        This is True by default. If it's False then we use `default`, or materialise.
+        True by default. If False, `default` is used, or the value is materialised.
         """
         return True
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         """Returns each array leaf's axis for the leading axis of the array; None if it's shared by all rows.
 
-        This is used to iterate over rows in `lax.scan` and `lax.map`. If it isn't overridden, then leaves
-        with the shape of the array are sliced along their first axis, provided that the slices materialise to
-        the array's rows. Otherwise this value is materialised.
+        Used to iterate over rows in `lax.scan` and `lax.map`. By default, leaves with the shape of the array
+        are sliced along their first axis, if the slices materialise to the array's rows. Otherwise this value
+        is materialised.
         """
         return NotImplemented
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         """Returns the partition spec of each array leaf, given the `spec` of the logical array.
 
-        If this isn't overridden, then we use `spec` itself for leaves with the logical shape (provided that
-        slicing them slices the array), and we replicate all leaves if `spec` is empty. In any other case an
-        error is raised.
+        By default, `spec` itself is used for leaves with the logical shape (if slicing them slices the
+        array), and all leaves are replicated if `spec` is empty. Anything else is an error.
         """
         return NotImplemented
 
@@ -263,8 +258,7 @@ class ArrayValue(Value):
     def aval(self) -> jax.core.ShapedArray:
         """Returns the dense array's shape and dtype. By default, inferred from `materialise`."""
         with probing():
-            # Create a new function each time to avoid a cache hit, since JAX compares statics by `==`, and `1
-            # == 1.0`.
+            # A new function each time, to avoid a cache hit: JAX compares statics by `==`, and `1 == 1.0`.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
         return leaf_aval(out)
 
@@ -272,7 +266,7 @@ class ArrayValue(Value):
     def materialise(self) -> jax.Array:
         """Computes the dense array. You can raise an error here if it should never be materialised."""
 
-    # These use `aval`, as the shape that a type reports isn't necessarily the shape of its leaves.
+    # These use `aval`: a type's shape isn't necessarily the shape of its leaves.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -297,13 +291,13 @@ class ArrayValue(Value):
 
     @property
     def __jax_array__(self) -> Any:
-        # This is a property so that `getattr(x, "__jax_array__", None)` is None outside of `quaxify`. The
-        # reason is that `array @ value` will then defer to `value`.
+        # A property, so that `getattr(x, "__jax_array__", None)` is None outside `quaxify`: then
+        # `array @ value` defers to `value`.
         level = level_of(self)
         caller = calling_frame()
         if level is not None:
-            # Operators on arrays defer to ours, which are able to use the registered rules no matter where
-            # the value was created.
+            # Operators on arrays defer to ours, which can use the registered rules wherever the value was
+            # created.
             reflected = compat.is_operator_of_array(caller)
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if compat.is_check_of_argument(caller):  # its own message would not help
@@ -323,8 +317,7 @@ HOOKS.update({**vars(Value), **vars(ArrayValue)})
 class NoArrayError(TypeError, RuntimeError):
     """A Value was passed to a function for arrays, outside `quaxify`.
 
-    This is also a `RuntimeError`, because any `TypeError` that's raised while binding a primitive is replaced
-    by JAX's own.
+    Also a `RuntimeError`, because JAX replaces any `TypeError` raised while binding a primitive.
     """
 
 
@@ -347,7 +340,7 @@ def replace_fields(value: _M, /, **fields: Any) -> _M:
 
 
 class _Kinds(dict[type, str]):
-    """Looks up the kind of a class's instances. This only happens once for each class."""
+    """Looks up the kind of a class's instances, once for each class."""
 
     def __missing__(self, cls: type) -> str:
         array = issubclass(cls, jax.Array | jax.core.Tracer)
@@ -366,21 +359,20 @@ def kind_of(x: Any) -> str:
 def is_value(x: Any) -> bool:
     """Returns whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
-    For example, use this in `jax.tree.map` over a model, so that each Value is a leaf and not a subtree.
+    Use this in `jax.tree.map` over a model, so that each Value is a leaf and not a subtree.
 
-    Note that a Value with missing parts (e.g. one half of the result of `eqx.partition`) does not represent
-    an array, so this returns False for it, and it is treated as an ordinary pytree.
+    A Value with missing parts (e.g. one half of the result of `eqx.partition`) does not represent an array:
+    this returns False for it, and it is treated as an ordinary pytree.
     """
     return KINDS[type(x)] == "value" and not has_missing_parts(x)
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Returns whether a Value has missing parts, as is the case after `eqx.partition`.
+    """Returns whether a Value has missing parts, as after `eqx.partition`.
 
-    A part is considered to be missing if it is None (or contains None), provided that the field's annotation
-    and default don't allow for this, and that the Value can't be materialised without it. The same applies to
-    the masks that optax substitutes for arrays. Any other part without leaves is just metadata, for example
-    `()` or a module with only static fields.
+    A part is missing if it is None (or contains None), its field's annotation and default don't allow for
+    this, and the Value can't be materialised without it. The same applies to optax's masks in place of
+    arrays. Any other part without leaves is just metadata, such as `()` or a module with only static fields.
     """
     cls: Any = type(value)
     for name in _required_fields(cls):
@@ -398,7 +390,7 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """Returns the names of the fields that aren't allowed to be None in a module or named tuple."""
+    """Returns the names of the fields that can't be None in a module or named tuple."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # e.g. a local class, whose annotations we can only read
@@ -452,15 +444,15 @@ def _check_of(part: Any) -> Callable[[Any], bool]:
 
 
 def _holds_nothing_but_none(node: Any) -> bool:
-    """Returns whether a node of any other type only contains None. (If there are also actual leaves next to
-    it, then there might be a good reason for the None.)
+    """Returns whether a node of any other type only contains None. (Next to actual leaves, there may be a
+    good reason for the None.)
     """
     leaves = jtu.tree_leaves(node, is_leaf=lambda x: x is None)
     return bool(leaves) and all(x is None for x in leaves)
 
 
 def refuses(value: Value) -> bool:
-    """Returns whether a Value can't be materialised, be it because it refuses or for any other reason."""
+    """Returns whether a Value can't be materialised, be it by refusing or for any other reason."""
     leaves, treedef = jtu.tree_flatten(value)
     try:
         avals = tuple(map(jax.typeof, leaves))
@@ -478,15 +470,14 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
     try:
         with probing():
             return not jtu.tree_leaves(jax.eval_shape(lambda x: type(x).materialise(x), value))
-    except Exception:  # a type can refuse by raising anything, and might also fail because parts are missing
+    except Exception:  # a type can refuse by raising anything, and may also fail because parts are missing
         return True
 
 
 def materialise(tree: PyTree) -> PyTree:
     """Replaces every Value in `tree` by its dense array, including nested Values.
 
-    This can be used both inside and outside quaxified functions. Note that calling this makes the
-    materialisation explicit, so it isn't subject to the policy.
+    Works both inside and outside quaxified functions. Calling this is explicit, so the policy doesn't apply.
     """
 
     def dense(leaf: Any) -> Any:
@@ -506,7 +497,7 @@ materialise_p = jexc.Primitive("quaxlike_materialise")
 def materialised(value: Any) -> Any:
     """Materialises a Value repeatedly until it is an array, at this level only.
 
-    Anything else is returned unchanged. In particular, this includes a tracer from another level.
+    Anything else is returned unchanged, including a tracer from another level.
     """
     while is_value(value):
         value = type(value).materialise(value)
@@ -547,11 +538,11 @@ _checked: set[type] = set()  # classes whose `aval` was compared with `materiali
 
 
 def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
-    """Computes an aval, or raises an error if this ends up computing the same aval again.
+    """Computes an aval, or raises an error if this needs the same aval again.
 
-    We can't just wait for the recursion limit. There might be code in between that catches errors and then
-    tries again, and then the time taken would double at each recursion level. For the same reason, once we
-    find such a call we mark its class as endless, until the outermost call returns.
+    Waiting for the recursion limit won't do: code in between may catch errors and try again, doubling the
+    time at each recursion level. For the same reason, once such a call is found, its class is marked as
+    endless until the outermost call returns.
     """
     cls, now = type(value), running_hooks
     if key in now.inferring or cls in now.endless:
@@ -561,7 +552,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
     try:
         return _make_aval(value, leaf_avals)
     except RecursionError as error:
-        # The calls must have been for different shapes or statics, so the check above didn't find them.
+        # The check above doesn't find calls for different shapes or statics.
         if list(now.inferring.values()).count(cls) < OFTEN:
             raise
         now.endless.add(cls)
@@ -573,7 +564,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
-    """Appends everything that an aval depends on, i.e. the class, the statics and the avals of the leaves."""
+    """Appends everything an aval depends on: the class, the statics and the avals of the leaves."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:
@@ -621,9 +612,9 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _check_aval(value: Value, aval: Any, key: Any) -> None:
-    """Raises if `aval` contradicts `materialise`. (If the latter refuses then there's nothing to check.)
+    """Raises if `aval` contradicts `materialise`. (If the latter refuses, there's nothing to check.)
 
-    Normally we only check each class's first value. Under `jax_enable_checks` we check every one.
+    Normally only checks each class's first value. Under `jax_enable_checks`, checks every one.
     """
     cls = type(value)
     _checked.add(cls)
@@ -632,7 +623,7 @@ def _check_aval(value: Value, aval: Any, key: Any) -> None:
     try:
         with probing(), jax.enable_checks(False):  # otherwise JAX's own checks would recurse infinitely
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
-    except Exception:  # a type can raise any error in order to refuse
+    except Exception:  # a type may refuse with any error
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
         _checked.discard(cls)

@@ -1,7 +1,7 @@
 """Flax NNX Variables among the arguments of a quaxified function.
 
-There must only be a single copy of each Variable, even if it occurs several times. This is so that shared
-parameters remain shared. In addition, any changes to the copy must be written back to the original.
+There must only be a single copy of each Variable, even if it occurs several times, so that shared parameters
+remain shared. Any changes to the copy must be written back to the original.
 """
 
 import sys
@@ -14,11 +14,10 @@ from .values import kind_of
 
 
 class Copies:
-    """Copies of the Variables, so that the function can mutate them.
+    """Copies of the Variables, for the function to mutate.
 
-    A quaxified function is called with copies of its arguments, in which Values have been replaced by
-    tracers. Any changes that it makes to a module have to be written back to the original, just like in
-    `nnx.jit`. (Flax doesn't need to be installed.)
+    A quaxified function is called with copies of its arguments, with tracers in place of Values. Its changes
+    to a module have to be written back to the original, as in `nnx.jit`. (Flax doesn't need to be installed.)
     """
 
     def __init__(self) -> None:
@@ -46,8 +45,7 @@ class Copies:
         - `unwrap`: converts a Variable's content from inside the function to its content outside.
         """
         for variable, copy, before in self._of.values():
-            # If the content hasn't changed then don't write it. This would count as a mutation, which Flax
-            # sometimes forbids.
+            # Don't write unchanged content: this would count as a mutation, which Flax sometimes forbids.
             if (after := copy.get_raw_value()) is not before:
                 variable.set_raw_value(unwrap(after))
         for tree, copy in self._trees:
@@ -61,7 +59,7 @@ class Copies:
 
 
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Adds a Variable that was created during the call. For example, `nnx.Module.sow` does this."""
+    """Adds a Variable created during the call, e.g. by `nnx.Module.sow`."""
     *above, last = path
     for key in above:
         tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]

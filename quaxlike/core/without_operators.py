@@ -1,11 +1,11 @@
 """Array operators, methods and attributes, on types without `ArrayOperators`.
 
-A Value has them all if there is a level of `quaxify` that dispatches on it. The same is true for any Values
-nested inside a rule's operands. In any other context it doesn't have them: `hasattr` returns False, and
-trying to use one raises an error, which explains what to write instead.
+A Value has them all if a level of `quaxify` dispatches on it; so do Values nested inside a rule's operands.
+Elsewhere it doesn't have them: `hasattr` returns False, and using one raises an error saying what to write
+instead.
 
-Importantly, `==` never compares Values as pytrees. This is what Equinox does by default, but it would
-silently return a single bool even though the user probably meant an elementwise comparison.
+`==` never compares Values as pytrees. Equinox does so by default, but this would silently return a single
+bool where the user probably meant an elementwise comparison.
 """
 
 import functools
@@ -23,9 +23,8 @@ from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
 
-# How operators are written in messages. These are the binary ones (which Python might also look up on the
-# right operand), comparisons, and everything else. We omit `__index__`, as JAX treats anything that defines
-# it as a static index.
+# How operators are written in messages: the binary ones (which Python may also look up on the right operand),
+# comparisons, and everything else. Not `__index__`: JAX treats anything defining it as a static index.
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},
     **{"pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
@@ -41,9 +40,9 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 class MissingOperator(TypeError, AttributeError):
-    """Raised if Python looks up an operator that this Value doesn't have.
+    """Raised if Python looks up an operator this Value doesn't have.
 
-    Users would expect a `TypeError`. It also has to be an `AttributeError`, so that `hasattr` returns False.
+    Users expect a `TypeError`. It is also an `AttributeError`, so that `hasattr` returns False.
     """
 
 
@@ -60,9 +59,9 @@ stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
 def _hidden(cls: Any, name: str) -> Any:
-    """The member that a mixin after `ArrayValue` defines, or `None`.
+    """Returns the member defined by a mixin after `ArrayValue`, or `None`.
 
-    Our stand-in comes before it, and is what `super()` finds: it calls the mixin's.
+    Our stand-in comes before it, and is found by `super()`, so it calls the mixin's.
     """
     return cls._hidden_by_stand_ins.get(name)
 
@@ -73,7 +72,7 @@ def _hidden(cls: Any, name: str) -> Any:
 def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
     """Defines the binary operator `own`.
 
-    If it declines, then Python goes on to try `others` on the other operand.
+    If it declines, Python goes on to try `others` on the other operand.
     """
 
     def method(self: Any, other: Any) -> Any:
@@ -92,7 +91,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 
 
 def _may_know(value: Value, other: Any, name: str) -> bool:
-    """Returns whether the other operand has an operator `name` that might be able to handle this Value."""
+    """Returns whether the other operand has an operator `name` that may handle this Value."""
     if isinstance(other, Value):
         return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):
@@ -112,9 +111,8 @@ def _may_know(value: Value, other: Any, name: str) -> bool:
 class _StandIn:
     """An attribute, method or unary operator.
 
-    This isn't a data descriptor, which means that a type can have a field with the same name. For the same
-    reason, accessing it on the class raises an error: `dataclasses` would interpret anything else as the
-    field's default.
+    Not a data descriptor, so a type can have a field with the same name. For the same reason, accessing it on
+    the class raises an error: `dataclasses` would interpret anything else as the field's default.
     """
 
     def __init__(self, name: str, what: str, error: type[Exception], member: Any) -> None:
@@ -131,8 +129,7 @@ class _StandIn:
 
 
 def _iterate(self: Any) -> Any:
-    # This can't be a `_StandIn`. If looking it up raised an error, then Python would replace this by "not
-    # iterable".
+    # Not a `_StandIn`: Python would replace an error from looking it up by "not iterable".
     if (hidden := _hidden(type(self), "__iter__")) is not None:
         return hidden(self)
     if not has_operators(self):
@@ -159,8 +156,7 @@ def _format_tracer(self: ValueTracer, spec: str) -> str:
 
 
 class _OfLeaves:
-    """An attribute that is computed from the leaves of any Value. Like `_StandIn`, this isn't a data
-    descriptor."""
+    """An attribute computed from the leaves of any Value. Like `_StandIn`, not a data descriptor."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
         self.name, self.read = name, read
@@ -192,8 +188,8 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
     """Called by NumPy for each of its functions. Most then use the dense array returned by
     `__array__`.
 
-    Note that `__array__` might raise an error. There are two NumPy functions that would swallow this and
-    return False, so for these we call their `jax.numpy` counterparts instead.
+    Two NumPy functions would swallow an error from `__array__` and return False, so their `jax.numpy`
+    counterparts are called instead.
     """
     # Usually there's just our own type.
     if len(types) > 1 and not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
@@ -208,7 +204,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Gives mixins that come after `ArrayValue` precedence over our stand-ins, which would hide them."""
+    """Gives mixins after `ArrayValue` precedence over our stand-ins, which would hide them."""
     mixins = [base for base in cls.__mro__[cls.__mro__.index(Value) :] if base not in Value.__mro__]
     if not mixins:
         return

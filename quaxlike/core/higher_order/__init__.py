@@ -1,8 +1,7 @@
-"""Primitives that carry code, such as `jit` or `scan`. Importing this package registers their rules.
+"""Primitives carrying code, such as `jit` or `scan`. Importing this package registers their rules.
 
-Each of these must be bound again with *all* its parameters (name, donation, shardings, unroll, policy and
-so on), adapted to the leaf count. If we were to drop a parameter, then this would silently change how
-the user's program is compiled.
+Each must be bound again with *all* its parameters (name, donation, shardings, unroll, policy and so on),
+adapted to the leaf count. Dropping one would silently change how the user's program is compiled.
 """
 
 from . import calls as calls

@@ -1,9 +1,8 @@
-"""Primitives that call a function once, for which we bind the same primitive again on leaves.
+"""Primitives calling a function once, bound again on leaves.
 
-These are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (for which specs for logical arrays are
-converted to specs for leaves), and our own `sequential_vmap_with_vjp` and `custom_dce`. When running eagerly
-there is typically no transform for which they would make a difference, so in this case we just
-evaluate the jaxpr.
+These are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (its specs for logical arrays are
+converted to specs for leaves), and our own `sequential_vmap_with_vjp` and `custom_dce`. Eagerly there is
+typically no transform they would make a difference for, so the jaxpr is just evaluated.
 """
 
 import functools
@@ -34,14 +33,14 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
     # JAX checks the results of a jitted function for NaN and infinity, but not its intermediates. If this is
-    # enabled then we must not inline the function.
+    # enabled, the function must not be inlined.
     checked_as_one = eager and (jax.config.jax_debug_nans or jax.config.jax_debug_infs)
     if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
     n = len(flat.consts)
-    # The constants come first. These must never be donated, because other calls use them as well.
+    # The constants come first. They must never be donated: other calls use them as well.
     unspecified = (compat.UNSPECIFIED,) * n
     params = params | {
         "jaxpr": flat.jaxpr,
@@ -55,7 +54,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Returns each leaf's sharding, given the sharding of the logical array."""
+    """Returns each leaf's sharding, given the logical array's."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -68,8 +67,8 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tup
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
     """Returns each leaf's device-local layout.
 
-    A layout is an ordering of axes. It therefore only makes sense for a leaf that has as many axes as the
-    array, and we leave it unspecified for any other leaf.
+    A layout is an ordering of axes, so it only makes sense for a leaf with as many axes as the array. It is
+    left unspecified for any other leaf.
     """
 
     def rank(aval: Any) -> int:
@@ -95,14 +94,14 @@ def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
 
 @builtin("RematTraced")
 def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Implements `jax.checkpoint` under the flag `jax_remat3`, for which it's a high-level primitive."""
+    """Implements `jax.checkpoint` under the flag `jax_remat3`, which makes it a high-level primitive."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return evaluate(trace, hi.jaxpr, operands)
     flat = subjaxpr(trace, hi.jaxpr, slots, what="checkpoint", closed=False)
     cse = hi.prevent_cse
-    # If there is one flag for each operand, then we also need flags for the constants that we put in front.
+    # With one flag for each operand, the constants put in front also need flags.
     if not isinstance(cse, bool):
         cse = (False,) * len(flat.consts) + tuple(spread(cse, slots))
     return unflatten(flat.out, type(hi)(flat.jaxpr, hi.policy, cse)(*flat.consts, *leaves))
@@ -125,13 +124,13 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
     rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, call, slots, what=what)
-    # The rule might run after the current traces have ended, so make sure that it doesn't capture them.
+    # The rule may run after the current traces have ended, so it mustn't capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         flags = [any(of_slot) for of_slot in per_slot(slots, batched)]
-        # Leaves can't be batched independently of each other. If any part of a Value is batched then batch
-        # all of it.
+        # Leaves can't be batched independently of each other: if any part of a Value is batched, batch all of
+        # it.
         whole = [
             jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
             for x, has_axis, flag in zip(leaves, batched, spread(flags, slots), strict=True)
@@ -156,7 +155,7 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
         ]
         return flatten(outs)[0], list(spread(out_flags, flat.out))
 
-    # Leave anything that the jaxpr closes over to JAX. This will raise an error if any of it is batched.
+    # Leave anything the jaxpr closes over to JAX, which raises an error if any of it is batched.
     of_leaves = custom_vmap(lambda *leaves: jexc.jaxpr_as_fun(flat.jaxpr)(*flat.consts, *leaves))
     of_leaves.def_vmap(rule_on_leaves)
     return unflatten(flat.out, of_leaves(*leaves))
@@ -169,7 +168,7 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what=what)
-    # The rule runs after the current traces have ended, so make sure that it doesn't capture them.
+    # The rule runs after the current traces have ended, so it mustn't capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     @functools.cache
@@ -179,11 +178,11 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         used = tuple(map(any, per_slot))
         jaxpr, used_ins = (params["jaxpr"], (True,) * len(slots)) if all(used) else rule(used)
         taken = [slot for slot, is_used in zip(slots, used_ins, strict=True) if is_used]
-        # The remaining results must have the same types as they would in the full computation.
+        # The remaining results must have the same types as in the full computation.
         targets = [slot for slot, is_used in zip(flat.out, used, strict=True) if is_used]
         narrowed = subjaxpr(level, jaxpr, taken, targets=targets, what=what)
-        # The caller has no way of passing these constants. If there are any then we remove dead code from the
-        # full computation instead, which might remove less but is also correct.
+        # The caller can't pass these constants. If there are any, remove dead code from the full computation
+        # instead, which may remove less but is also correct.
         if narrowed.consts:
             return compat.dce(flat.jaxpr, used_leaves)
         wanted = [u for group, is_used in zip(per_slot, used, strict=True) if is_used for u in group]
@@ -232,11 +231,10 @@ def _shard_map(
 
 
 def _dense_unless_joinable(x: Any, spec: Any) -> Any:
-    """Materialises a Value if its leaves can't be joined according to `out_specs`, either in parts or as a
-    whole.
+    """Materialises a Value, in parts or as a whole, if its leaves can't be joined by `out_specs`.
 
-    This happens if a leaf differs between devices, but `spec` assumes that it is replicated. For example,
-    each device might have scaled one factor of an adapter by a different amount.
+    This happens if a leaf differs between devices, but `spec` assumes it is replicated. For example, each
+    device may have scaled one factor of an adapter by a different amount.
     """
     to_dense = functools.partial(
         dense,
@@ -254,8 +252,8 @@ def _is_joinable(x: Any, spec: Any) -> bool:
         return True
     for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
         named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        # This leaf varies along an axis that isn't mentioned in the spec. If we were to join it anyway then
-        # we would only keep the part from a single device.
+        # This leaf varies along an axis missing from the spec: joining it would only keep a single device's
+        # part.
         if compat.varying_axes(leaf) - named:
             return False
     return True

@@ -1,11 +1,11 @@
 """`lax.cond`, `lax.switch`, `lax.while_loop`, `lax.fori_loop`, `lax.scan` and `lax.map` on Values.
 
-XLA only sees leaves. Because of this, the results of all branches must have the same form (that is, the same
-class, statics and leaf shapes), and so must a loop's carry before and after an iteration. So what we do here
-is to search for a common form. There might not be one: for example, the rank of a LoRA might grow in every
-iteration. So we give up after a few attempts.
+XLA only sees leaves. So the results of all branches must have the same form (i.e. the same class, statics and
+leaf shapes), and so must a loop's carry before and after an iteration. This file searches for a common form.
+There may be none: for example, the rank of a LoRA may grow in every iteration. So the search gives up after a
+few attempts.
 
-Note that a scan iterates over the rows of a Value, provided that its type can be sliced into rows.
+A scan iterates over the rows of a Value, if its type can be sliced into rows.
 """
 
 import functools
@@ -51,8 +51,8 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
-    # First trace each branch without constraining the form of its results. Usually they all agree, and then
-    # we're done. We only have to trace again, using a common form, if they differ.
+    # First trace each branch without constraining its results' form. Usually they all agree. Only if they
+    # differ, trace again with a common form.
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
     out = flats[0].out
     if any(flat.out != out for flat in flats):
@@ -63,8 +63,7 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
-    # JAX passes the same operands to every branch. This means that each branch has to accept the constants of
-    # all of them.
+    # JAX passes the same operands to every branch, so each has to accept the constants of all of them.
     flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
@@ -98,8 +97,8 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     return unflatten(carry, out)
 
 
-# How often each part of the carry may change its form. (Once isn't always enough, because the form of one
-# part might depend on the form of another.)
+# How often each part of the carry may change its form. (Once isn't always enough: the form of one part may
+# depend on another's.)
 _MOST_CHANGES = 2
 
 
@@ -110,20 +109,19 @@ def carry_fixed_point(
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
-    """Finds a form for a loop's carry that is the same after each iteration.
+    """Finds a form for a loop's carry that each iteration preserves.
 
-    If a plain array turns into a Value, then we lift it using `promote`, or materialise the Value if its type
-    doesn't define this. Two different Values are converted to a common form, and it's an error if there isn't
-    one. Finally, if a Value (or one of its parts) keeps changing its form in every iteration, then we give up
-    on it and materialise it.
+    A plain array turning into a Value is lifted by `promote`, or the Value is materialised if its type
+    doesn't define this. Two different Values are converted to a common form; it's an error if there isn't
+    one. A Value (or a part) changing its form in every iteration is materialised.
 
     **Arguments:**
 
     - `body_for`: returns the body for a carry with the given slots, converting its results to the targets.
     - `others`: the slots of the body's other operands.
-    - `stacked`: how many axes the predicate has. If this isn't zero then we are running several loops at
-        once, which might need different iteration counts. In this case their carries are selected leaf
-        by leaf, so a Value is materialised unless all its leaves have these axes.
+    - `stacked`: how many axes the predicate has. If not zero, several loops run at once, and may need
+        different iteration counts. Their carries are selected leaf by leaf, so a Value is materialised unless
+        all its leaves have these axes.
 
     **Returns:**
 
@@ -143,18 +141,18 @@ def carry_fixed_point(
     changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
-        # By now the parts that changed have been materialised, so the search is guaranteed to terminate.
+        # By now the changing parts have been materialised, so the search terminates.
         if changes[i] > _MOST_CHANGES:
             return a
         message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
         out = allowed(unify(a, b, message))
-        # We don't count lifting a plain array, since this can only happen once.
+        # Don't count lifting a plain array: this can only happen once.
         changes[i] += a.treedef is not None and not out.has_form_of(a)
         return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 
     while True:
         try:
-            # Trace the body with the current form of the carry, to determine the form of its results.
+            # Trace the body with the carry's current form, to find its results' form.
             body = body_for(carry, None)
         except OperandMismatch as mismatch:
             if hooks.placeholders is None:
@@ -169,19 +167,19 @@ def carry_fixed_point(
             carry = lifted
             continue
         after = body.out[: len(carry)]
-        # This is the usual case, in which the form didn't change, and so nothing needs to be converted.
+        # The usual case: the form didn't change, and nothing needs to be converted.
         if all(map(LeafLayout.admits, carry, after)):
             break
         unified = tuple(
             joined(i, a if b.treedef is None else started(a, x), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
-        if unified == carry:  # in this case we only have to convert the results
+        if unified == carry:  # only the results have to be converted
             rest = (None,) * (len(body.out) - len(carry))
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
-    # The carry has a different form than its initial values, so convert these once, before the loop.
+    # Convert the initial values to the carry's form once, before the loop.
     if carry != slots:
         leaves, _ = flatten([convert_to(x, slot, what) for x, slot in zip(init, carry, strict=True)])
     return leaves, carry, body
@@ -206,8 +204,8 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
         flat = body(targets)
         ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
-        # Values can only be stacked if their leaves can be stacked. If this means that some of them have to
-        # be materialised, then trace the body again.
+        # Values can only be stacked if their leaves can. If some have to be materialised for this, trace the
+        # body again.
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -219,7 +217,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
     leading = [*body.consts, *const_leaves, *before]
     carried = range(len(leading), len(leading) + len(carry_leaves))
-    # Without this, the backward pass would have to store a copy of every frozen weight for each iteration.
+    # Otherwise the backward pass would store a copy of every frozen weight for each iteration.
     jaxpr, constants = with_few_residuals(body.jaxpr, carried)
     inputs = [*leading, *carry_leaves, *rows]
     inputs = [jax.lax.stop_gradient(x) if i in constants else x for i, x in enumerate(inputs)]
@@ -269,8 +267,8 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
         )
-        # If `leading_axis` is incorrect, then without this check we would silently scan over something that
-        # isn't a row of the array.
+        # Without this check, an incorrect `leading_axis` would silently scan over something other than the
+        # array's rows.
         if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "
@@ -284,9 +282,9 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """Returns each leaf's position among the inputs of the loop.
+    """Returns each leaf's position among the loop's inputs.
 
-    Leaves that are shared by all rows become constants.
+    Leaves shared by all rows become constants.
     """
     if not any(shared):
         return None
@@ -310,16 +308,16 @@ def _stacking(slot: LeafLayout, length: int) -> LeafLayout:
 
 
 def stacks(slot: LeafLayout, length: int) -> bool:
-    """Returns whether stacking the leaves of such Values gives a Value that represents the stacked arrays."""
+    """Returns whether stacking the leaves of Values gives a Value representing the stacked arrays."""
     if slot.treedef is None:
         return True
-    # Check the stack itself as well. It might be invalid even if the rows are valid, because static fields
-    # might only make sense for a single row.
+    # Check the stack itself as well. It may be invalid even if the rows are valid: static fields may only
+    # make sense for a single row.
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
         axes = axes_of_rows(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
-    except Exception:  # this type can't be stacked, as its shapes don't fit
+    except Exception:  # this type can't be stacked: its shapes don't fit
         return False
     if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False

@@ -1,16 +1,16 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: calls the user's functions with Values.
 
-We do so by binding the primitive again, as a custom derivative of a function on leaves. This is subtle, for
-three reasons.
+The primitive is bound again, as a custom derivative of a function on leaves. This is subtle, for three
+reasons.
 
 - JAX calls the primal function, the forward function and the jvp rule at different times, but all of them
-    must return the same leaves. So whichever runs first decides the results' slots (`_Results`), and
-    the others must conform to these. Otherwise leaves would end up in the wrong places.
-- Once a function has been staged, it's too late to change its results' form. So at that point we also trace
-    the derivative, only to find out which results have tangents with the same form (`decide_by`).
-- A `WrappedFun` in JAX stores a call's auxiliary outputs in its `stores`, each of which can only be filled
-    once. We call it several times, and so we have to reset them in between. If a function wraps another one
-    then we make it share the same stores, so that a level further down is able to do the same.
+    must return the same leaves. So whichever runs first decides the results' slots (`_Results`), and the
+    others must conform. Otherwise leaves would end up in the wrong positions.
+- Once a function has been staged, it's too late to change its results' form. So the derivative is traced
+    then, too, only to find out which results have tangents of the same form (`decide_by`).
+- JAX's `WrappedFun` stores a call's auxiliary outputs in its `stores`, which can only be filled once. We call
+    it several times, and reset them in between. A function wrapping another one shares its stores, so that a
+    level further down can do the same.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ def _custom_jvp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # A plain result always has a plain tangent. If all results are plain then there is nothing to decide,
-        # and we can avoid tracing.
+        # A plain result always has a plain tangent. If all results are plain, there is nothing to decide or
+        # trace.
         if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
             zero = SymbolicZero if symbolic_zeros else zeros
             results.decide_by(flat_jvp, leaves, zero, fun.debug_info.func_src_info)
@@ -93,9 +93,8 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *own])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
-            # Some derivatives return a tangent unchanged, e.g. that of the identity function. In this case we
-            # return the original leaves, because we had to instantiate any symbolic zeros when creating the
-            # Value.
+            # Some derivatives return a tangent unchanged, e.g. the identity's. Then return the original
+            # leaves: creating the Value had to instantiate any symbolic zeros.
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, own, per_slot(slots, tangents), strict=True)
         }
@@ -147,10 +146,9 @@ def _custom_vjp(
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
-    # Pulling back a dense cotangent requires the leaves of the Values among the operands, which means that
-    # these are residuals as well. We forward them, rather than storing them a second time. If some of them
-    # also occur in the other residuals then we preserve object identity, so that their patterns are
-    # recognised as equal.
+    # Pulling back a dense cotangent requires the leaves of the Values among the operands, so these are
+    # residuals as well. Forward them, rather than store them a second time. If some also occur in the other
+    # residuals, preserve object identity, so that their patterns are recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -167,15 +165,14 @@ def _custom_vjp(
         perturbed = [any(nz) for nz in per_slot(slots, pairs[1::2])]
         outs = _call(trace, fwd, [x for pair in zip(primals, perturbed, strict=True) for x in pair])
         _, res_tree, forwards = out_trees()
-        # If a residual is one of the operands, then JAX only returns which one it is, but not its value.
+        # If a residual is one of the operands, JAX only returns which one, not its value.
         n_stored = res_tree.num_leaves - sum(f is not None for f in forwards)
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
         primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
-        # Cotangents don't include the pattern of the results, but the backward function might need it, so we
-        # store it.
+        # Cotangents don't include the results' pattern, but the backward function may need it: store it.
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -211,8 +208,8 @@ def _custom_vjp(
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
-# This is for hijax. Under `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level
-# primitives. For these, we bind a custom derivative of functions on leaves in place of the original.
+# For hijax: under `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level primitives. A
+# custom derivative of functions on leaves is bound in place of the original.
 
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
@@ -274,7 +271,7 @@ def _unboxed(trace: QuaxTrace, outs: Sequence[Any]) -> list[Any]:
 
 
 def _zero_of_jax(x: Any) -> Any:
-    """Converts a symbolic zero to the form that JAX uses internally."""
+    """Converts a symbolic zero to the kind JAX uses internally."""
     return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
 
 
@@ -320,15 +317,15 @@ def _call_custom_vjp(
 
 _HINT = "Its derivative is not a Value of its type with the same pattern."
 
-# The functions whose derivatives are being traced for `decide_by`, by source. We need this because the
-# derivatives of most functions call the function itself.
+# The sources of functions with derivatives being traced for `decide_by`: most derivatives call the function
+# itself.
 _deciding: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
     "deciding_results", default=frozenset()
 )
 
 
 class _Results:
-    """The slots of the results. These are decided by whichever of the user's functions runs first."""
+    """The slots of the results, decided by whichever of the user's functions runs first."""
 
     slots: tuple[LeafLayout, ...] = ()
     decided = False
@@ -336,14 +333,13 @@ class _Results:
     def decide_by(
         self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
-        """Traces the derivative of a function that is being staged, to determine its results' form.
+        """Traces the derivative of a function being staged, to determine its results' form.
 
-        By the time that the function is differentiated, it would be too late to change this. If tracing
-        raises an error then nothing is decided, because it's possible that the derivative is never needed.
-        (Most derivatives call the function itself. We detect this using its `source`.)
+        Once the function is differentiated, it's too late to change this. If tracing raises an error, nothing
+        is decided: the derivative may never be needed. (Most derivatives call the function itself, as
+        detected by its `source`.)
         """
-        # Without the second check, if a rule calls the function then we would keep tracing its derivative
-        # recursively.
+        # Without the second check, a rule calling the function would trace its derivative recursively.
         if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
@@ -359,8 +355,8 @@ class _Results:
         unseen = recording(recorder.unseen()) if recorder else contextlib.nullcontext()
         token = _deciding.set(_deciding.get() | {source})
         try:
-            # We only do this to find something out, and the program might never actually compute the
-            # derivative. So this must neither raise an error nor appear in a report.
+            # The program may never actually compute the derivative, so this must neither raise an error nor
+            # appear in a report.
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(WHAT, "its derivative", None, None)
                 compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
@@ -384,7 +380,7 @@ class _Results:
     ) -> Sequence[Any]:
         """Returns the results of a differentiated function, materialising them if necessary.
 
-        The exception is any results marked as `kept`, which are left unchanged.
+        Results marked as `kept` are left unchanged.
         """
         if self.decided:
             return self._conform(outs)
@@ -398,7 +394,7 @@ class _Results:
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """As `flatten`, but for a differentiated function.
 
-        This materialises any Values whose tangents have another form.
+        Materialises any Values with tangents of another form.
         """
         if not self.decided:
             outs = [
@@ -406,8 +402,7 @@ class _Results:
                 for x, has in zip(outs, has_tangents, strict=True)
             ]
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
-            # When the function was staged it wasn't being differentiated, and at that time a nonlinear result
-            # was fine.
+            # When staged, the function wasn't being differentiated, and a nonlinear result was fine.
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned {slot.cls.__name__} when it was "
@@ -418,10 +413,10 @@ class _Results:
 
 
 class _Residuals:
-    """The layout of the residuals, and of result leaves that don't have tangents."""
+    """The layout of the residuals, and of result leaves without tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
-    # For each leaf: if it's a leaf of an operand then its index, otherwise None.
+    # For each leaf: its index if it's a leaf of an operand, otherwise None.
     forwards: tuple[int | None, ...] = ()
 
     @property
@@ -432,8 +427,7 @@ class _Residuals:
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
         leaves += constant
-        # Without this we would store leaves twice. For example, frozen weights would take up twice as much
-        # memory in the backward pass.
+        # Don't store leaves twice: frozen weights would take up twice as much memory in the backward pass.
         known = {id(x): i for i, x in enumerate(kept)}
         self.forwards = tuple(known.get(id(x)) for x in leaves)
         return [x for x, forward in zip(leaves, self.forwards, strict=True) if forward is None]
@@ -451,30 +445,28 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
 
 
 def _reset(fun: lu.WrappedFun) -> None:
-    """Resets the auxiliary outputs that a function stored when it was called. Otherwise it couldn't be called
-    again."""
+    """Resets the auxiliary outputs stored by a function's call, so that it can be called again."""
     for store in fun.stores:
         if store:
             store.reset()
 
 
 def _may_be_differentiated(trace: Any) -> bool:
-    """Returns whether a function called under `trace` might be differentiated.
+    """Returns whether a function called under `trace` may be differentiated.
 
-    This is conservative, in that we only return False if there are no transforms other than `vmap` and
-    `quaxify`.
+    Conservative: only False if there are no transforms other than `vmap` and `quaxify`.
     """
-    # These two never differentiate by themselves, but a trace below them might.
+    # These two never differentiate by themselves, but a trace below them may.
     while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """Stops the gradient at any leaves that don't contribute to the derivative, such as frozen weights.
+    """Stops the gradient at leaves not contributing to the derivative, such as frozen weights.
 
-    In a type that is linear, rules might carry along leaves that `materialise` doesn't use (e.g. the
-    uncertainties of its elements). Their tangents belong to the results.
+    Rules for a linear type may carry along leaves unused by `materialise` (e.g. the uncertainties of its
+    elements). Their tangents belong to the results.
     """
     live = [flag or slot.linear for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
@@ -483,8 +475,8 @@ def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
     """Replaces `original` by `flat`, which calls it.
 
-    As far as JAX is concerned, this is a transformation of `original`. In particular the two share the same
-    stores, which are reset after each call by a level (or transform) further down.
+    To JAX, this is a transformation of `original`. The two share the same stores, which are reset after each
+    call by a level (or transform) further down.
     """
     return _in_place_of(original.with_unknown_names(), flat)
 

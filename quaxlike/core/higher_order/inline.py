@@ -1,10 +1,10 @@
 """Primitives that are evaluated inline.
 
-These are composites, primitives created either by `define_primitive` or by Equinox's `create_vprim`, and
-high-level primitives in JAX that have a jvp rule. (As of JAX 0.12, `lax.custom_root` is an example.)
+These are composites, primitives created by `define_primitive` or by Equinox's `create_vprim`, and JAX's
+high-level primitives with a jvp rule. (As of JAX 0.12, `lax.custom_root` is an example.)
 
-Importantly, inlining a primitive must not replace its derivative by that of its implementation. To ensure
-this, `_call_inline` keeps its jvp and transpose rules.
+Inlining a primitive must not replace its derivative by its implementation's, so `_call_inline` keeps its jvp
+and transpose rules.
 """
 
 import functools
@@ -33,8 +33,7 @@ from .tangents import cotangents_in, cotangents_out
 
 @builtin("composite", "eval_jaxpr")
 def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    # Drop the composite itself. Backends associate its name with particular operands, and these aren't the
-    # ones that we pass.
+    # Drop the composite itself: backends associate its name with particular operands, not with ours.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
 
@@ -59,8 +58,8 @@ def _call_hi_primitive(
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
 
     (*_, base, _) = type(hi).__mro__
-    # By default the transpose in JAX just raises an error. Don't use this, because JAX might well be able to
-    # transpose the implementation.
+    # JAX's default transpose just raises an error. Don't use it: JAX may well be able to transpose the
+    # implementation.
     has_transpose = type(hi).transpose is not base.transpose
     name = type(hi).__name__
     return _call_inline(trace, name, primitive, params, implementation, operands, has_transpose=has_transpose)
@@ -78,7 +77,7 @@ def _call_inline(
 ) -> list[Any]:
     """Runs the implementation of a primitive, with the primitive's own derivative and transpose.
 
-    Without a transpose of its own, the implementation is transposed.
+    Without its own transpose, the implementation is transposed.
     """
     call = jax.custom_jvp(implementation)
 
@@ -91,14 +90,13 @@ def _call_inline(
 
     def run(operands: Sequence[Any]) -> list[Any]:
         with jexc.take_current_trace() as parent:
-            # Use the tag of the running level. This ensures that we dispatch on the Values of that level,
-            # rather than treating them as leaked.
+            # Use the running level's tag, to dispatch on its Values rather than treat them as leaked.
             inner = QuaxTrace(parent, trace.tag, trace.resolver)
             with jexc.set_current_trace(inner):
                 out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
             return [inner.unwrap(x) for x in out]
 
-    # If there is no transform below us then nothing will be transposed, so we can skip all of this.
+    # With no transform below us, nothing will be transposed: skip all of this.
     if not has_transpose or compat.is_eval_trace(trace.parent_trace):
         return run(operands)
 
@@ -123,15 +121,15 @@ def _with_transpose(
         nonlocal out, can_transpose
         results = run(unflatten(slots, leaves))
         moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
-        # The rule for the primitive expects a cotangent for each Value, but we will only be given the
-        # cotangents of the leaves. Converting them back is only possible if this holds.
+        # The primitive's rule expects a cotangent for each Value, but only the leaves' cotangents will be
+        # given. Converting them back is only possible if this holds.
         can_transpose = all(map(is_a_space, moving))
         flat, out = flatten(results)
         return flat
 
     debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if not can_transpose:  # JAX might still be able to transpose the implementation
+    if not can_transpose:  # JAX may still be able to transpose the implementation
         return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -149,8 +147,8 @@ def _with_transpose(
         ]
         found = call_on_values(trace, lambda *flat: rule(*split(flat, len(out))), [*cts, *operands])
         found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
-        # We need the leaves of the primals in order to pull back a cotangent. If a primal is undefined then
-        # it's linear, so it doesn't matter which values we use.
+        # Pulling back a cotangent needs the primals' leaves. An undefined primal is linear, so any values
+        # will do.
         defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
         is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
         return [*constants, *cotangents_out(slots, itertools.compress(defined, is_value_leaf), found)]
@@ -160,7 +158,7 @@ def _with_transpose(
 
 
 def _zero(x: Any, like: Any) -> Any:
-    """Replaces a zero, in whichever form it is given, by the form that the rules of primitives expect."""
+    """Converts any kind of zero to the one expected by the rules of primitives."""
     return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 
@@ -179,8 +177,8 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
     """Returns the implementation to map when Equinox batches its own primitives.
 
-    We can't map `primitive.impl` instead, because Equinox might have set this to a function that checks for
-    closed-over tracers. (As of Equinox 0.13 there is no public API for this.)
+    Mapping `primitive.impl` won't do: Equinox may have set it to a function checking for closed-over tracers.
+    (As of Equinox 0.13 there is no public API for this.)
     """
     from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
 

@@ -1,9 +1,8 @@
 """Linear functions of Values: `lax.custom_linear_solve`, and functions with a custom transpose.
 
-Mathematically speaking, a linear solve maps a space to itself. This means that the solution must have the
-same leaves as the right-hand side. Moreover, both must be linear in all their leaves, because the
-derivative of a solve is another solve, in which they are replaced by their tangents. Anything that doesn't
-satisfy this is materialised.
+Mathematically, a linear solve maps a space to itself, so the solution must have the same leaves as the
+right-hand side. Moreover, both must be linear in all their leaves: the derivative of a solve is another
+solve, with their tangents in their place. Anything else is materialised.
 """
 
 import functools
@@ -25,8 +24,8 @@ from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
-# This is called with the operands (with an `UndefinedPrimal` for each linear one) and the cotangents of the
-# results. It returns one cotangent per operand, although only those for the linear operands are used.
+# Called with the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results.
+# Returns one cotangent per operand; only those for the linear operands are used.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = Primitive("linear_call_on_leaves")
@@ -36,8 +35,8 @@ _linear_call_p.multiple_results = True
 def linear_call(fun: compat.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
     """Calls the jaxpr `fun`, with a custom transpose.
 
-    This is like `jax.custom_derivatives.linear_call`, but can also be batched, and differentiated with
-    respect to any operand. Note that we don't know which operands are linear until it is transposed.
+    Like `jax.custom_derivatives.linear_call`, but can also be batched, and differentiated with respect to any
+    operand. Which operands are linear isn't known until it is transposed.
     """
     return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
@@ -52,8 +51,8 @@ def _abstract(*_: Any, fun: compat.ClosedJaxpr, **__: Any) -> Sequence[Any]:
 
 def jvp_along(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """Like `jax.jvp`, but also supports symbolic zeros as tangents."""
-    # `jax.jvp` doesn't accept symbolic zeros. We could instantiate them, but then we would be propagating
-    # zeros through an entire solve.
+    # `jax.jvp` doesn't accept symbolic zeros, and instantiating them would propagate zeros through an entire
+    # solve.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*xs: Any) -> Any:
@@ -84,8 +83,8 @@ def _batch(
     mapped = jax.make_jaxpr(of_example)(*operands)
 
     def mapped_transpose(operands: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
-        # `vmap` supports neither undefined primals nor symbolic zeros. So we remove them here, and then
-        # insert them again inside the mapped function.
+        # `vmap` supports neither undefined primals nor symbolic zeros. So remove them here, and insert them
+        # again inside the mapped function.
         known = [i for i, x in enumerate(operands) if not ad.is_undefined_primal(x)]
         moving = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
 
@@ -104,8 +103,7 @@ def _batch(
             [operands[i] for i in known], *(cts[i] for i in moving)
         )
         return [
-            # If an operand wasn't batched then every batch element contributes to its cotangent, so sum over
-            # the batch.
+            # Every batch element contributes to an unbatched operand's cotangent, so sum over the batch.
             ct if ct is None else jnp.sum(ct, 0) if d is None else jnp.moveaxis(ct, 0, d)
             for ct, d in zip(found, dims, strict=True)
         ]
@@ -136,14 +134,13 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[2][1], *b_slots)
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
-    # The primitive must be linear in the leaves of `b`. Materialise any Value for which this isn't the case.
+    # The primitive must be linear in the leaves of `b`. Materialise any Value for which it isn't.
     b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
-    # The primitive maps a space to itself, which means that the solution must have the same leaves as `b`.
+    # The primitive maps a space to itself, so the solution must have the same leaves as `b`.
     hint = "The solution has other leaves."
-    # First try to materialise just the parts. For example, this means that a right-hand side with a unit
-    # keeps its unit.
+    # First try to materialise just the parts: a right-hand side with a unit then keeps its unit.
     if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
         b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
         b_leaves, b_slots = flatten(b)

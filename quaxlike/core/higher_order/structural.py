@@ -1,12 +1,11 @@
-"""Primitives that only move data, so that they can be applied to each leaf, and a few others.
+"""Primitives that only move data, applied to each leaf, and a few others.
 
-Some of these are Equinox's own primitives, which don't have public names. Debug callbacks receive the Value
-itself. (In contrast, `pure_callback` and `io_callback` require arrays. There, a Value is materialised subject
-to the policy, just like for any other primitive without a rule.) Pallas kernels and references only accept
-plain arrays.
+Some of these are Equinox's own primitives, without public names. Debug callbacks receive the Value itself.
+(But `pure_callback` and `io_callback` require arrays: a Value is materialised under the policy, as for any
+primitive without a rule.) Pallas kernels and references only accept plain arrays.
 
-Please only add a rule here if it is correct for *every* type. Anything that depends on what the leaves mean
-must be left to the type's rules.
+Only add a rule here if it is correct for *every* type. Anything depending on the leaves' meaning must be left
+to the type's rules.
 """
 
 import functools
@@ -46,8 +45,7 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
-    # Each instance of this primitive is for a particular type of array, so we have to create one for each
-    # leaf.
+    # Each instance of this primitive is for a particular type of array, so create one for each leaf.
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
@@ -55,12 +53,12 @@ def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands,
 
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Makes each leaf vary over these axes, except for any axes over which it already varies."""
+    """Makes each leaf vary over these axes, except those it already varies over."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
-        # The array varies over an axis if any of its leaves does. Other leaves might not vary over it, so we
-        # can't treat all leaves alike: casting a leaf that already varies would be an error.
+        # The array varies over an axis if any of its leaves does. Other leaves may not, so don't treat all
+        # alike: casting a leaf that already varies would be an error.
         axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
         out.append(primitive.bind(leaf, **params | {"axes": axes}) if axes else leaf)
     return unflatten(slots, out)[0]
@@ -94,16 +92,15 @@ def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Opera
 def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Selects between whole Values if the predicate is a scalar, or between individual elements otherwise."""
     which, *cases = operands
-    # If there is one predicate per element then we would have to mix parts of both Values. This isn't
-    # possible on leaves, because their axes aren't those of the array.
+    # One predicate per element would have to mix parts of both Values. This isn't possible on leaves: their
+    # axes aren't the array's.
     if is_value(which) or np.shape(which) != ():
         return by_default(trace, primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
-        # There is no type common to all cases. In this case select between dense arrays, which is always
-        # correct.
+        # Without a type common to all cases, select between dense arrays, which is always correct.
         slot = slots[0].dense()
     if slot.treedef is None:
         return by_default(trace, primitive, operands, params)
@@ -113,11 +110,10 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Writes a Value into a library's buffer. If the buffer is a plain array then it is first lifted to the
-    type of the Value."""
+    """Writes a Value into a library's buffer. If the buffer is a plain array, it is first lifted to the
+    Value's type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
-    # We only ever change the type of the buffer. The program might rely on the type of the Value being
-    # written.
+    # Only ever change the buffer's type: the program may rely on the type of the Value being written.
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
     buffer = _lifted(operands[0], updates)
@@ -127,26 +123,26 @@ def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 
 def _lifted(buffer: Any, like: Any) -> Any:
-    """Lifts a buffer to the type of a Value, which may have another shape. If its type can only do this for
-    arrays of the same shape, then the buffer stays an array."""
+    """Lifts a buffer to the type of a Value, which may have another shape. If its type can only lift arrays
+    of the same shape, the buffer stays an array."""
     if is_value(buffer):
         return widened(buffer, like)
     try:
         out = widened(buffer, like)
         return out if not is_value(out) or aval_of(out).shape == buffer.shape else buffer
-    except Exception:  # `promote` might raise any error
+    except Exception:  # `promote` may raise any error
         return buffer
 
 
 @builtin("add_any", "add_jaxvals")
 def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Adds two cotangents. Linear Values that have the same pattern are added leaf by leaf."""
+    """Adds two cotangents. Linear Values with the same pattern are added leaf by leaf."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
 
         def add(p: Any, q: Any) -> Any:
-            # Adding leaves without tangents would change the pattern. Since `same_pattern` has already
-            # checked that they are equal, just return one of them.
+            # Adding leaves without tangents would change the pattern. `same_pattern` has already found them
+            # equal, so just return one of them.
             return primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
 
         return jtu.tree_map(add, x, y)
@@ -157,11 +153,11 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
 
 @builtin("convert_element_type")
 def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Converts a Value to the dtype that it already has. Loops do this if a carry starts with weak types."""
+    """Converts a Value to the dtype it already has. Loops do this if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
-    # If the dtype does change, then this is left to the rules of the type. (The dtypes of the leaves might
-    # have nothing to do with the dtype of the array.)
+    # A change of dtype is left to the type's rules. (The leaves' dtypes may have nothing to do with the
+    # array's.)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
         return by_default(trace, primitive, operands, params)
     return jtu.tree_map(
@@ -175,10 +171,7 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Leaves indices unchanged if these are a Value from an outer level.
-
-    They will be checked when that level uses them.
-    """
+    """Leaves indices unchanged if they are a Value from an outer level, which checks them on use."""
     return operands[0]
 
 
@@ -188,16 +181,13 @@ builtin("select_if_vmap")(select)
 
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """Writes a Value into a buffer in one of Equinox's loops.
-
-    The buffer is first lifted to the type of the Value.
-    """
+    """Writes a Value into a buffer in one of Equinox's loops, after lifting the buffer to its type."""
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)
     buffer = _lifted(without_placeholder(buffer), x)
     x = widened(x, buffer)
-    # If they have different structures then we would be matching up unrelated leaves.
+    # With different structures, unrelated leaves would be matched up.
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):
         return by_default(trace, primitive, operands, params)
     into, (slot,) = flatten([buffer])
@@ -221,8 +211,7 @@ def _debug_callback(
 @builtin("debug_print")
 def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
     leaves, slots = flatten(operands)
-    # Put a number in place of each leaf. The resulting tree then specifies where in the message each leaf is
-    # printed.
+    # With a number in place of each leaf, the tree specifies where in the message each leaf is printed.
     inputs = unflatten(slots, range(len(leaves)))
     in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
     return primitive.bind(*leaves, **params | {"in_tree": in_tree})

@@ -1,12 +1,11 @@
-"""Converts tangents and cotangents of Values between leaves, and the form that is used by users' functions.
+"""Converts tangents and cotangents of Values between leaves and the form used by users' functions.
 
-The tangent of a linear Value is a Value with the same class and pattern. The same is true for its cotangent,
-provided that each leaf contains elements of the array. Any other Value is first made linear, which means
-materialising its nonlinear parts, and we then use this conversion's tangent (or cotangent).
+The tangent of a linear Value is a Value with the same class and pattern. So is its cotangent, if each leaf
+contains elements of the array. Any other Value is first made linear, by materialising its nonlinear parts,
+and gets this conversion's tangent (or cotangent).
 
-Importantly, a pattern (indices, codes, keys) must never be added or scaled. So if a derivative's pattern
-differs then we either materialise it or raise an error. Without this, elements would silently end up in the
-wrong positions.
+A pattern (indices, codes, keys) must never be added or scaled. So a derivative with another pattern is either
+materialised, or an error. Otherwise elements would silently end up in the wrong positions.
 """
 
 import functools
@@ -42,7 +41,7 @@ _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
 def made_linear(x: Any, what: str, hint: str) -> Any:
-    """Materialises the nonlinear parts of `x`, subject to the policy."""
+    """Materialises the nonlinear parts of `x`, under the policy."""
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
@@ -67,13 +66,12 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return tangents[0]
     if all(map(is_zero, tangents)):
         tangent = slot.aval.to_tangent_aval()
-        # The user requested symbolic zeros. If we were to replace these by a Value full of zeros, then their
-        # rule couldn't recognise it.
+        # The user requested symbolic zeros: their rule couldn't recognise a Value full of zeros.
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
         if slot.avals or tangent.dtype == jax.dtypes.float0:
             return zeros(tangent)
-        # A constant, e.g. a `Zero`, doesn't have any leaves that could store a tangent.
+        # A constant, e.g. a `Zero`, doesn't have any leaves to store a tangent.
         return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
     if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
@@ -81,7 +79,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
-    # The user's rule is called with the converted Value, so we need the tangent of the conversion.
+    # The user's rule is called with the converted Value, so its tangent is the conversion's.
     y, tangent = jax.jvp(*_on_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
@@ -118,9 +116,9 @@ def is_forwarded(
 ) -> bool:
     """Returns whether a result's tangent is simply an operand's tangent, as in an identity function.
 
-    Note that a branch might have widened the operand to the result's form.
+    A branch may have widened the operand to the result's form.
     """
-    # Compare by identity, because it's possible for a tangent of another operand to have equal values.
+    # Compare by identity: another operand's tangent may have equal values.
     if slot.treedef is None or id(tangent) not in forwarded:
         return False
     operand = forwarded[id(tangent)][0]
@@ -134,7 +132,7 @@ def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
     """Returns whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
-    # Symbolic zeros are valid tangents, no matter what kind of Value this is.
+    # Symbolic zeros are valid tangents for any kind of Value.
     return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
 
 
@@ -196,7 +194,7 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """Returns the leaves' cotangents, given a cotangent whose form differs from the Value's."""
+    """Returns the leaves' cotangents, given a cotangent of another form than the Value's."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
 
     def alike(x: Value) -> Any:
@@ -218,9 +216,9 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Returns whether materialising `ct` preserves everything that matters for a cotangent.
+    """Returns whether materialising `ct` preserves everything relevant to a cotangent.
 
-    For example, this is the case for an array with names or a unit, as neither matters here.
+    For example, it does for an array with names or a unit, which don't matter here.
     """
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
@@ -228,7 +226,7 @@ def _has_leaf_of_its_shape(ct: Any) -> bool:
 def _dense_cotangent(ct: Any) -> Any:
     """Converts a cotangent to an array.
 
-    If it's a Value that can't be materialised, then we use its only leaf instead.
+    For a Value that can't be materialised, uses its only leaf instead.
     """
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
@@ -238,12 +236,10 @@ def _dense_cotangent(ct: Any) -> Any:
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
     """Returns the leaf cotangents for a Value that can't be materialised.
 
-    If the cotangent has the same class then these are its leaves, even if its static fields differ. (For
-    example, a product has another unit.) Otherwise we try the dense cotangent. Returns None if neither fits
-    the Value's leaves.
+    If the cotangent has the same class, these are its leaves, even if its static fields differ. (For example,
+    a product has another unit.) Otherwise tries the dense cotangent. None if neither fits the Value's leaves.
     """
-    # If the type can be materialised then we don't need any of this. We pull back through `materialise`
-    # instead, which is always correct.
+    # For a type that can be materialised, pulling back through `materialise` is always correct.
     if not refuses(slot.like):
         return None
     x = slot.unflatten(primals)

@@ -1,8 +1,7 @@
 """The equation for making a Value from its leaves, bound by `trace.stage` inside a transform.
 
-When a level evaluates this equation, the result is the Value. Any transform in between, however, only sees an
-array, so for these we provide a derivative and a batching rule, which must be equivalent to the ones for
-`materialise`.
+When a level evaluates this equation, the result is the Value. Any transform in between only sees an array, so
+the equation has a derivative and a batching rule, which must be equivalent to those of `materialise`.
 """
 
 import functools
@@ -33,8 +32,7 @@ _HINT = (
 
 @builtin("quaxlike_value")
 def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    # If this level doesn't dispatch on the Value, then bind the equation again, and leave it to an outer
-    # level.
+    # If this level doesn't dispatch on the Value, bind the equation again, for an outer level.
     value = jtu.tree_unflatten(params["treedef"], operands)
     return value if trace.dispatches_on(value) else stage(value)
 
@@ -46,8 +44,8 @@ def _aval(*avals: Any, treedef: Any) -> Any:
 
 @value_p.def_impl
 def _undispatched(*leaves: Any, treedef: Any) -> Any:
-    """Raises an error, as no level dispatched on the Value. For example, this happens if a function was
-    traced inside `quaxify`, but is called outside it."""
+    """Raises an error: no level dispatched on the Value. For example, a function was traced inside `quaxify`,
+    but is called outside it."""
     raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
 
 
@@ -55,10 +53,9 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """Returns a Value as the tangent. If it has any nonlinear parts (e.g. NF4 inside a quantity) then these
-    are materialised.
+    """Returns a Value as the tangent. Nonlinear parts (e.g. NF4 inside a quantity) are materialised.
 
-    If the type itself isn't linear, then the tangent is an array instead.
+    If the type itself isn't linear, the tangent is an array instead.
     """
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
@@ -90,14 +87,14 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     undefined = [ad.is_undefined_primal(x) for x in leaves]
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
-    # Don't instantiate symbolic zeros. This way we avoid computing with them.
+    # Don't instantiate symbolic zeros, to avoid computing with them.
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
 
     value: Value = jtu.tree_unflatten(treedef, leaves)
     for part in (value, *held(value)):
-        # Cotangents of the leaves are plain arrays, whereas `ct` might be e.g. a quantity. The type specifies
-        # how to convert between the two.
+        # The leaves' cotangents are plain arrays, but `ct` may be e.g. a quantity. The type specifies how to
+        # convert between the two.
         if (factor := part.cotangent_factor(ct.dtype)) is not None:
             ct = jnp.multiply(ct, stage(factor))
 
@@ -111,14 +108,13 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
 
 
 def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> tuple[Any, int]:
-    """Stacks Values into a single Value, if this is what stacking their leaves results in."""
+    """Stacks Values into a single Value, if stacking their leaves results in one."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     leaves = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    # Stacking the leaves doesn't necessarily result in the stack of the arrays. For example, there might be a
-    # static field that lists the axes.
+    # Stacking the leaves doesn't necessarily stack the arrays. For example, a static field may list the axes.
     one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0

@@ -1,7 +1,6 @@
 """Lists the rules for a type, and finds ambiguous pairs of rules.
 
-Importantly, ambiguities are found by calling the same functions that are also used by dispatch, so that the
-two always agree.
+Ambiguities are found by the functions used by dispatch, so that the two always agree.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from .page import plain_table
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
     """Lists the rules for a type, sorted by primitive.
 
-    This is useful before writing a rule, to see what is already supported by a type.
+    Use this before writing a rule, to see what a type already supports.
 
     **Arguments:**
 
@@ -54,14 +53,14 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
         hints.append(rule.signature.varargs)
     flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
     named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
-    # Nearly every rule accepts arbitrary Values for some parameter. If we were to list all of these, then it
-    # would be hard to find the type's own rules among them.
+    # Nearly every rule accepts arbitrary Values for some parameter. Listing all of these would bury the
+    # type's own rules.
     return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulesDiff:
-    """The primitives with rules for one type but not for another. This prints as a table."""
+    """The primitives with rules for either of two types. Prints as a table."""
 
     types: tuple[type[Value], type[Value]]
     rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
@@ -92,9 +91,9 @@ class RulesDiff:
 
 @checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
-    """Compares two types, by listing the primitives that are supported by only one of them.
+    """Compares two types, by listing the primitives supported by either.
 
-    This is useful when writing a type that should support everything that's supported by another one.
+    Use this when writing a type that should support everything another one does.
 
     **Arguments:**
 
@@ -125,20 +124,19 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
-    """Checks for pairs of rules that match the same operands, without either being the better match.
+    """Checks for pairs of rules matching the same operands, without either being the better match.
 
-    Use this in the tests for any package that registers rules. This way you'll find any ambiguities before
-    your users do.
+    Use this in the tests of any package registering rules, to find ambiguities before your users do.
 
     **Arguments:**
 
     - `types`: the Value types to consider as operands, in all combinations with each other and with plain
-        arrays. Default: every concrete type that occurs in a rule.
+        arrays. Default: every concrete type occurring in a rule.
     - `rules`: a [`quaxlike.RuleSet`][] to check as well as the global one.
 
     **Raises:**
 
-    [`quaxlike.AmbiguousRuleError`][], which lists each ambiguous pair of signatures with file and line.
+    [`quaxlike.AmbiguousRuleError`][], listing each ambiguous pair of signatures with file and line.
     """
     _check_types("check_ambiguities", *types)
     layers = (GLOBAL,) if rules is None else (rules, GLOBAL)
@@ -189,15 +187,13 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         slots.append(both)
     if more_specific(a, b) or more_specific(b, a):
         return False
-    # Each operand might have several possible types. For a clash it's enough to find a single combination for
-    # which there isn't a better rule.
+    # Each operand may have several possible types. A single combination without a better rule is a clash.
     for operands in itertools.product(*slots):
-        # If all operands are plain arrays then dispatch isn't involved at all.
+        # Plain arrays alone aren't dispatched.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)
-        # There might be a third rule that is a better match than both of them, in which case there's no
-        # ambiguity.
+        # A third rule may be a better match than both: then there's no ambiguity.
         others = [r for r in registered if signature <= r.signature and not r.depends_on_shapes]
         order = in_order(a.primitive, signature, list({*others, a, b}))
         first = order[0]  # dispatch only tries the others if a better match declines
@@ -215,8 +211,8 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """Returns the class itself if it's concrete, or its concrete subclasses otherwise. The common base
-    classes are ignored, as nearly everything inherits from them.
+    """Returns the class itself if it's concrete, or its concrete subclasses otherwise. Ignores the common
+    base classes: nearly everything inherits from them.
     """
     if not inspect.isabstract(cls):
         yield cls

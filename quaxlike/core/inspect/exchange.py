@@ -1,8 +1,7 @@
-"""The bytes exchanged by devices in a compiled program, read from its text.
+"""The bytes exchanged by devices in a compiled program, parsed from its HLO text.
 
-XLA inserts collectives during compilation. JAX doesn't have an API for inspecting these, so we have no choice
-but to parse the HLO text. Note that we skip any line that we don't recognise, so if XLA adds a new collective
-then it will be missing from the report.
+XLA inserts collectives during compilation, and JAX doesn't have an API for inspecting them. Lines that aren't
+recognised are skipped, so a new collective in XLA will be missing from the report.
 """
 
 import dataclasses

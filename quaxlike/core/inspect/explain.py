@@ -1,7 +1,7 @@
 """`explain`: reports how a quaxified function treats Values, without running it.
 
-It's important that the report matches what happens in an actual call. So we don't try to simulate anything,
-but instead trace the function through the very same dispatch, with a recorder attached.
+The report must match an actual call. So nothing is simulated: the function is traced through the very same
+dispatch, with a recorder attached.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .recorder import Event, Outcome, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All events in which some primitive was called at some line, with the same operand types."""
+    """All events of one primitive at one line, with the same operand types."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -57,7 +57,7 @@ class Row:
 
 
 class Report:
-    """The result of [`quaxlike.explain`][]. This prints as a table, including in notebooks."""
+    """The result of [`quaxlike.explain`][]. Prints as a table, including in notebooks."""
 
     def __init__(
         self, rows: Sequence[Row], devices: int = 1, exchange: Callable[[], tuple[Exchange, ...]] = tuple
@@ -70,36 +70,36 @@ class Report:
     def exchanged(self) -> tuple[Exchange, ...]:
         """What the devices exchange, largest first: one [`Exchange`][quaxlike.Exchange] per kind of array.
 
-        This is only useful if the arguments are on a mesh. Note that communication is decided by the
-        compiler, so accessing this attribute has to compile the program for these devices.
+        Only useful if the arguments are on a mesh. The compiler decides on communication, so accessing this
+        compiles the program for these devices.
         """
         return self._exchange()
 
     @property
     def rules(self) -> tuple[Row, ...]:
-        """The rows in which a registered rule was used."""
+        """The rows where a registered rule was used."""
         return tuple(row for row in self.rows if row.outcome == "rule")
 
     @property
     def materialised(self) -> tuple[Row, ...]:
-        """The rows in which Values are materialised."""
+        """The rows where Values are materialised."""
         return tuple(row for row in self.rows if row.outcome == "materialised")
 
     @property
     def first_loss(self) -> Row | None:
-        """The first row, in program order, in which a Value is materialised; None if there is none."""
+        """The first row, in program order, where a Value is materialised; None if there is none."""
         return next(iter(self.materialised), None)
 
     @property
     def summary(self) -> str:
-        """How many events there are of each kind, and the first materialisation, along with the rule that
-        would prevent it."""
+        """How many events there are of each kind, and the first materialisation, with a rule to prevent
+        it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
         if self._devices == 1:
             return []
-        # Compiling might take minutes, so don't do so just because somebody is printing the report.
+        # Compiling may take minutes, so don't compile just to print the report.
         if "exchanged" not in self.__dict__:
             return [f"What its {self._devices} devices exchange is in `exchanged`, which compiles it."]
         packed = [e for e in self.exchanged if e.packed]
@@ -144,7 +144,7 @@ class Report:
         notes = _numbered(self.rows)
         columns, *lines = _table(self.rows, notes)
         widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
-        # Don't wrap each cell separately, because this would break up file names.
+        # Don't wrap each cell separately: this would break up file names.
         if sum(widths) >= options.max_width:
             columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()
@@ -165,7 +165,7 @@ class Report:
 
         **Arguments:**
 
-        - `path`: the file to write. If it already exists then it is replaced atomically.
+        - `path`: the file to write. An existing file is replaced atomically.
         """
         page.write(path, self.rows, _table(self.rows), self.summary)
 
@@ -175,22 +175,21 @@ def explain(
 ) -> Callable[..., Report]:
     """Reports what `quaxify(fn)` does with its Values: which rules it uses, and where it materialises.
 
-    This traces `fn` with shapes rather than arrays, so that nothing is actually computed. In particular,
-    arguments (and fields of Values) can be `jax.ShapeDtypeStruct`s, which means that you can use this on
-    arbitrarily large models. Neither a type whose `materialise` raises an error nor `on_materialise("error")`
-    will stop the report; these are listed as rows like any others.
+    Traces `fn` with shapes rather than arrays, so nothing is actually computed. Arguments (and fields of
+    Values) can be `jax.ShapeDtypeStruct`s, so you can use this on arbitrarily large models. Neither an error
+    from `materialise` nor `on_materialise("error")` stops the report; these are rows like any others.
 
     **Arguments:**
 
-    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is already quaxified, or calls any
-        functions that are, then the report also includes what happens inside these.
+    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is quaxified, or calls quaxified
+        functions, the report also includes what happens inside these.
 
     **Returns:**
 
-    A function with the same arguments as `fn`, which returns a [`Report`][quaxlike.Report]. JAX arrays and
+    A function with the same arguments as `fn`, returning a [`Report`][quaxlike.Report]. JAX arrays and
     `ShapeDtypeStruct`s in its arguments are treated as abstract, and anything else is passed unchanged. If
-    the arguments are sharded over a mesh, then `exchanged` lists what is communicated between the devices; in
-    particular, you can see which weights are gathered.
+    the arguments are sharded over a mesh, `exchanged` lists what the devices communicate, e.g. which weights
+    are gathered.
 
     !!! example
 
@@ -234,7 +233,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """Returns how many devices the arguments are on, and a function that computes what these exchange."""
+    """Returns how many devices the arguments are on, and a function computing what these exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -248,7 +247,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
     def shape(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread(x) else None)
 
-    shapes = jax.tree.map(shape, dynamic)  # so that we don't keep the arrays alive
+    shapes = jax.tree.map(shape, dynamic)  # don't keep the arrays alive
 
     def exchange() -> tuple[Exchange, ...]:
         with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
@@ -300,8 +299,8 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
     **Arguments:**
 
-    - `numbers`: each note's number. If given, then cells contain these rather than the notes themselves,
-        which are shown below the table.
+    - `numbers`: each note's number. If given, cells contain these, and the notes themselves are shown below
+        the table.
     """
     lines = [_cells(row, numbers) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
@@ -309,7 +308,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Returns the table for a narrow terminal, in which a row's text is stacked in a single cell."""
+    """Returns the table for a narrow terminal, stacking a row's text in a single cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 

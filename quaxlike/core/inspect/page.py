@@ -1,7 +1,6 @@
 """Reports as tables: plain text, or self-contained HTML pages.
 
-Note that file names and messages can contain arbitrary text. For this reason, everything that comes from the
-user's program is escaped.
+File names and messages can contain arbitrary text, so everything from the user's program is escaped.
 """
 
 import html
@@ -58,7 +57,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
     **Arguments:**
 
-    - `rows`: the report's rows, used for anything that is omitted from the cells.
+    - `rows`: the report's rows, used for anything omitted from the cells.
     - `table`: the column headings, and the cells of each row.
     """
     columns, *lines = table
@@ -74,7 +73,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
 
 def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
-    # Cells only have space for shortened paths. To make up for this, show the full paths on hover.
+    # Cells only have space for shortened paths, so show the full paths on hover.
     titles = {"outcome": row.rule or row.hint, "line": row.source, "notes": row.through}
     cells = []
     for column, cell in zip(columns, line, strict=True):
@@ -87,7 +86,7 @@ def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
 def write(
     path: str | pathlib.Path, rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str
 ) -> None:
-    """Writes the page. This is atomic, in that the file only appears once it is complete."""
+    """Writes the page atomically: the file only appears once it is complete."""
     page = _PAGE.format(title="quaxlike: what was dispatched", fragment=fragment(rows, table, summary))
     with replacing(path) as file:
         file.write(page.encode())

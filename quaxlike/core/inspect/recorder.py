@@ -1,8 +1,7 @@
-"""The recorder behind `explain`, which creates one event for each primitive that is called with a Value.
+"""The recorder behind `explain`: creates one event for each primitive called with a Value.
 
-The body of a loop might be traced several times, until its carry no longer changes. However, only the last
-trace is part of the program. For this reason we store events by the jaxpr in which they occur, so that each
-trace replaces the previous one.
+The body of a loop may be traced several times, until its carry no longer changes. Only the last trace is part
+of the program, so events are stored by jaxpr, and each trace replaces the previous one.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """A primitive that was called with Values."""
+    """A primitive called with Values."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -30,14 +29,13 @@ class Event:
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # Events that occurred inside of this one, either directly or in a jaxpr of the primitive. The latter are
-    # stored by jaxpr. If it is traced several times (like the body of a loop), then only the last trace is
-    # kept.
+    # Events inside this one, either directly or in a jaxpr of the primitive. The latter are stored by jaxpr:
+    # if it is traced several times (like the body of a loop), only the last trace is kept.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_inlined_jit(self) -> bool:
-        """Whether this is a jit that was inlined. If so then its equations are shown in its place."""
+        """Whether this is an inlined jit. If so, its equations are shown in its place."""
         return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
 
     def events_inside(self, key: Any, what: str) -> list["Event"]:
@@ -82,7 +80,7 @@ class Recorder:
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
         """Calls `tracing` only once for each key, but records its events every time.
 
-        This is used for cached jaxprs.
+        Used for cached jaxprs.
         """
         known = self._traced.get((jaxpr, key))
         if known is None:
@@ -100,11 +98,10 @@ class Recorder:
     ) -> None:
         """Records that operands were materialised.
 
-        If this was done for the current primitive then it's included in the event for that primitive.
-        Otherwise it's a separate event.
+        Added to the current primitive's event if this asked for it, otherwise to a separate event.
         """
         event = self._open
-        # This has to be `startswith`, because the name might be e.g. "shard_map (out_specs)".
+        # With `startswith`, because the name may be e.g. "shard_map (out_specs)".
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)
@@ -129,8 +126,7 @@ class Recorder:
             self._events = before
 
     def unseen(self) -> "Recorder":
-        """A separate recorder for anything that is only traced to find something out. It isn't part of the
-        program, so it shouldn't be shown."""
+        """A separate recorder for anything only traced to find something out, which shouldn't be shown."""
         return Recorder()
 
     def note(self, text: str) -> None:
@@ -142,7 +138,7 @@ class Recorder:
         return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
 
     def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
-        """Lists every event in program order, along with a path that describes where it occurred."""
+        """Lists every event in program order, with a path to where it occurred."""
         return _walk((), self.root)
 
 

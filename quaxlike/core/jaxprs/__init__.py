@@ -1,1 +1,1 @@
-"""Jaxprs on Values: how operands are laid out as leaves, and how we run, rewrite and cache a jaxpr."""
+"""Jaxprs on Values: how operands are laid out as leaves, and how a jaxpr is run, rewritten and cached."""

@@ -1,9 +1,9 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
-We may only reuse a cached program if it was traced with exactly the same settings. So the key consists of the
+A cached program may only be reused with exactly the settings it was traced with. So the key consists of the
 jaxpr object itself (held weakly), the slots, the rules, the policy and JAX's trace context. If any were
-missing, then we might end up using rules or shapes that don't apply any more. In addition, we never store a
-program that closes over a tracer, because it would outlive the trace to which the tracer belongs.
+missing, outdated rules or shapes could be used. A program closing over a tracer is never stored: it would
+outlive the tracer's trace.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from .unify import convert_to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """An equation. Its variables are represented by indices into a list, which is faster than a dict."""
+    """An equation. Its variables are indices into a list, which is faster than a dict."""
 
     eqn: Any
     primitive: jexc.Primitive
@@ -45,7 +45,7 @@ class _Step:
 
 
 class _JaxprPlan:
-    """A preprocessed jaxpr. Running this doesn't require any dict lookups."""
+    """A preprocessed jaxpr, run without any dict lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
@@ -68,9 +68,9 @@ class _JaxprPlan:
         self.outvars = list(map(index, opened.outvars))
         self.steps: list[_Step] = []
         alive = set(self.outvars)
-        # Go backwards, so that `alive` contains the variables that are used by later equations. We drop each
-        # variable after its last use. If we were to keep all intermediate arrays alive instead, then eager
-        # programs would require more memory than they do in JAX.
+        # Go backwards, so that `alive` contains the variables used by later equations. Each variable is
+        # dropped after its last use: with all intermediate arrays alive, eager programs would require more
+        # memory than in JAX.
         for eqn, inputs, outputs in reversed(indexed):
             dead = {*inputs, *outputs} - alive
             alive |= set(inputs)
@@ -79,8 +79,8 @@ class _JaxprPlan:
             flags = (named, compat.has_context(eqn), takes_functions, makes_values(eqn.primitive, eqn.params))
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Fast path: most jax.numpy functions just consist of a single equation, which has the same operands
-        # as the function.
+        # Fast path: most jax.numpy functions are just a single equation, with the same operands as the
+        # function.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
@@ -93,30 +93,29 @@ def evaluate(
 ) -> list[Any]:
     """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
 
-    If `trace` is None, then only plain arrays are supported. If equations are staged then they have the same
-    source lines as in the jaxpr or, if `inlined`, the caller's lines.
+    If `trace` is None, only plain arrays are supported. Staged equations have the same source lines as in the
+    jaxpr or, if `inlined`, the caller's.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
     eager = compat.is_eval_trace(parent)
     level = trace
-    # Some transform was entered after this level started. For example, the jaxpr might be running inside of
-    # `grad`. In this case rules must run under the transform, so we need a second trace at the same level.
+    # Some transform was entered after this level started: e.g. the jaxpr runs inside `grad`. Rules must run
+    # under the transform, so use a second trace at the same level.
     if trace is not None and parent is not trace.parent_trace:
         level = QuaxTrace(parent, trace.tag, trace.resolver)
     if plan.only is not None and (eager or (inlined and not plan.only.named)):
         return list(_run(level, plan.only, operands))
     env = plan.start.copy()
-    # If the function was traced while this level was running, then some constants might be tracers of this
-    # level.
+    # If the function was traced while this level was running, some constants may be tracers of this level.
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
         env[i] = x if level is None else level.unwrap(x)
     for i, x in zip(plan.invars, operands, strict=True):
         env[i] = x
     for step in plan.steps:
         inputs = [env[i] for i in step.inputs]
-        # Source lines and contexts only matter for equations that are staged. Otherwise we don't enter them,
-        # because this takes longer than running a small primitive.
+        # Source lines and contexts only matter for staged equations. Otherwise don't enter them: this takes
+        # longer than running a small primitive.
         if (eager or (inlined and not step.named)) and not step.in_context:
             results = _run(level, step, inputs)
         else:
@@ -135,8 +134,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
         out = primitive.bind(*inputs, **params)
         return list(out) if primitive.multiple_results else [out]
-    # For these, JAX calls a `process_*` method of the current trace. So rather than dispatching them here, we
-    # bind them under our level.
+    # For these, JAX calls a `process_*` method of the current trace. So bind them under our level, rather
+    # than dispatch them here.
     if step.takes_functions:
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)
@@ -152,9 +151,9 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
 
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Calls a function provided by the user with Values, under a new trace at the same level."""
-    # This might be called after the quaxified function has returned. For example, this is the case for
-    # backward passes. Any `quaxify` inside it must still inherit the rules.
+    """Calls a user's function with Values, under a new trace at the same level."""
+    # This may run after the quaxified function has returned, e.g. in a backward pass. Any `quaxify` inside
+    # must still inherit the rules.
     with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         running.levels.append(inner)
@@ -175,8 +174,8 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 class Flat:
     """A jaxpr on leaves. Its inputs are `consts`, followed by all operand leaves."""
 
-    jaxpr: compat.ClosedJaxpr  # this might close over concrete constants
-    consts: tuple[Any, ...]  # the first inputs, which some outer transform is tracing
+    jaxpr: compat.ClosedJaxpr  # may close over concrete constants
+    consts: tuple[Any, ...]  # the first inputs, traced by some outer transform
     out: tuple[LeafLayout, ...]
 
 
@@ -194,17 +193,15 @@ def subjaxpr(
     what: str = "",
     closed: bool = True,
 ) -> Flat:
-    """Quaxifies `jaxpr` for operands in `slots`. The result is memoised for as long as `jaxpr` is alive.
+    """Quaxifies `jaxpr` for operands in `slots`. Memoised for the lifetime of `jaxpr`.
 
     **Arguments:**
 
-    - `trace`: the level that provides the rules.
-    - `targets`: the slot to which each result should be converted. If this is None then that result is left
-        unchanged.
+    - `trace`: the level providing the rules.
+    - `targets`: the slot to convert each result to, or None to leave it unchanged.
     - `order`: the position of each operand leaf in the flat inputs. Default: in order.
     - `what`: the caller's name, for use in messages.
-    - `closed`: whether concrete constants are allowed to remain inside the jaxpr. If not, then they become
-        the first inputs.
+    - `closed`: whether concrete constants may remain inside the jaxpr. If not, they become the first inputs.
     """
     key = (
         tuple(slots),
@@ -220,13 +217,12 @@ def subjaxpr(
         tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
         return recorder.trace(jaxpr, what, key, tracing)
     with _memo_lock:
-        # We only need the lock for inserting. It's fine if two threads happen to trace the same program, as
-        # the results are equal.
+        # The lock is only for inserting. Two threads may trace the same program: the results are equal.
         known = memo.setdefault(jaxpr, {})
     flat = known.get(key)
     if flat is None:
         flat = _trace(trace, jaxpr, slots, targets, order, what, closed)
-        # A program that closes over tracers is only valid during this call, so don't store it.
+        # A program closing over tracers is only valid during this call, so don't store it.
         if not any(isinstance(c, jax.core.Tracer) for c in (*flat.consts, *jaxpr.consts)):
             known[key] = flat
     return flat
@@ -269,8 +265,7 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Modifies several jaxprs with the same operands, so that each one accepts the constants from all of
-    them."""
+    """Makes each of several jaxprs with the same operands accept the constants of all of them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
         return list(flats), ()
@@ -291,27 +286,26 @@ def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, .
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _RAISES_IF_DENSE = on_materialise("error")
-_MOST_STRUCTURES = 1024  # the maximal number of different structures of operands that we cache for each rule
+_MOST_STRUCTURES = 1024  # the maximal number of operand structures cached for each rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:
-    """Decorates a rule, so that it's only traced once for operands with the same structure.
+    """Decorates a rule, to trace it only once for operands with the same structure.
 
-    A model's layers tend to repeat the same product, over and over again. So we cache what the rule
-    computes as a jaxpr, with the operands' structures and avals as the key. If an outer
-    transform is tracing then we bind the equations of this jaxpr again, whereas eagerly it runs as a single
-    compiled function.
+    A model's layers tend to repeat the same product, over and over again. So what the rule computes is cached
+    as a jaxpr, with the operands' structures and avals as the key. Under an outer transform, its equations
+    are bound again; eagerly, it runs as a single compiled function.
 
-    The primitive must have a single result. Note that you should only use this for rules that are pure and
-    expensive, because a lookup costs more than just calling a cheap rule.
+    The primitive must have a single result. Only use this for pure and expensive rules: a lookup costs more
+    than just calling a cheap rule.
     """
     known: dict[Any, _TracedRule | None] = {}
     lock = threading.Lock()
 
     @functools.wraps(rule)
     def on_operands(*args: Any, **params: Any) -> Any:
-        # If there is a recorder then it has to see each primitive used by the rule. Also, if the user has
-        # disabled jit then we mustn't compile anything.
+        # A recorder has to see each primitive used by the rule. And if the user has disabled jit, nothing may
+        # be compiled.
         if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
@@ -324,8 +318,8 @@ def cached_trace(rule: _Fn) -> _Fn:
         except KeyError:
             traced = _trace_rule(rule, args[:n], slots, params)
             with lock:
-                # Just clear the whole cache. This only happens to programs whose shapes keep changing, so it
-                # isn't worth keeping track of which entries were used last.
+                # Just clear the whole cache. This only happens to programs with ever-changing shapes, so
+                # tracking which entries were used last isn't worth it.
                 if len(known) >= _MOST_STRUCTURES:
                     known.clear()
                 known[key] = traced
@@ -368,10 +362,9 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
-    # Materialisations must be reported where they happen, so we only cache rules that don't materialise
-    # anything. A nice consequence is that such a trace is valid for any policy. This means that we don't need
-    # to change the keys of JAX's caches when setting the mode, which would take longer than tracing a small
-    # rule.
+    # Materialisations must be reported where they happen, so only rules without any are cached. Their traces
+    # are valid for any policy, so setting this mode needn't change the keys of JAX's caches, which would take
+    # longer than tracing a small rule.
     token = entered.set((*entered.get(), _RAISES_IF_DENSE))
     try:
         jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)

@@ -1,9 +1,8 @@
 """Linearity of Values in their leaves, and which leaves correspond between two Values.
 
-Integer, boolean and key leaves don't have tangents. Together they make up what we call the *pattern* of a
-Value; a typical example is the indices of the stored elements. Patterns must never be added or
-differentiated. In particular, two Values can only be added leaf by leaf if they have the same pattern. The
-same is true if the leaves of one are to be used as derivatives for the other's leaves.
+Integer, boolean and key leaves don't have tangents. Together they make up the *pattern* of a Value; a typical
+example is the indices of the stored elements. Patterns must never be added or differentiated. So two Values
+need the same pattern to be added leaf by leaf, or for the leaves of one to be derivatives for the other's.
 """
 
 import dataclasses
@@ -29,22 +28,21 @@ _R = TypeVar("_R")
 def is_linear(value: Any) -> bool:
     """Returns whether a Value is linear in its leaves.
 
-    This is the case if its own type, as well as the type of every Value inside it, is declared to be linear.
-    We also assume it for some types that can't be materialised.
+    It is if its own type, and that of every Value inside it, is declared to be linear. This is also assumed
+    of some types that can't be materialised.
     """
-    # For example, a type with units or names is linear by itself, but it might contain a type that isn't.
+    # For example, a type with units or names is linear by itself, but may contain a type that isn't.
     return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
 
 
 def _is_its_leaves(value: Value) -> bool:
     """Returns whether a Value can only be differentiated with respect to its leaves.
 
-    This is the case if it can't be materialised and its type doesn't specify whether it's linear. (For
-    example, this applies to all types written for quax, as there is no such attribute in quax.)
+    True if it can't be materialised and its type doesn't specify whether it's linear. (For example, no type
+    written for quax does: quax has no such attribute.)
     """
     cls = type(value)
-    # By itself `cls.linear` isn't enough, as we need to tell a type that sets it to False from one that
-    # doesn't set it.
+    # `cls.linear` alone doesn't tell a type setting it to False from one not setting it.
     says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
     if says or not refuses(value):
         return False
@@ -71,8 +69,8 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return cached(*args, **kwargs)
-        # Either the key is unhashable, or `fn` itself raised this error. We can't easily tell which, but in
-        # both cases it's correct to call it again.
+        # Either the key is unhashable, or `fn` itself raised this error. In both cases it's correct to call
+        # it again.
         except TypeError:
             return fn(*args, **kwargs)
 
@@ -102,28 +100,26 @@ def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
 
 
 def has_tangent(aval: Any) -> bool:
-    """Returns whether a leaf has tangents. (If it doesn't then it's part of the pattern.)"""
+    """Returns whether a leaf has tangents. (If not, it's part of the pattern.)"""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Returns whether a Value has a pattern, i.e. whether it has leaves without tangents."""
+    """Returns whether a Value has a pattern, i.e. leaves without tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Returns whether two Values differ at most in what their differentiable leaves contain.
+    """Returns whether two Values differ at most in the contents of their differentiable leaves.
 
-    That is to say, they have the same static fields and shapes, and we know for certain that their patterns
-    are equal.
+    I.e. they have the same static fields and shapes, and their patterns are known to be equal.
     """
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return of_x == of_y and have_leaves_alike(p, q)
 
 
 def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:
-    """Returns whether the leaves have the same shapes, and we know for certain that their patterns are
-    equal."""
+    """Returns whether the leaves have the same shapes, and patterns known to be equal."""
     return len(p) == len(q) and all(map(_belong_together, p, q))
 
 
@@ -135,8 +131,8 @@ def _belong_together(p: Any, q: Any) -> bool:
 def _known_equal(p: Any, q: Any) -> bool:
     if p is q:
         return True
-    # If we can't tell then we must return False. Adding leaves whose indices differ would silently add
-    # elements in different positions.
+    # If in doubt, return False: adding leaves with different indices would silently add elements in different
+    # positions.
     unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
     if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
         return False
@@ -144,9 +140,9 @@ def _known_equal(p: Any, q: Any) -> bool:
 
 
 def as_cotangent(value: Any) -> Any:
-    """Converts a cotangent to what the backward function of a custom_vjp receives.
+    """Converts a cotangent for the backward function of a custom_vjp.
 
-    This calls `Value.cotangent` on the Value itself, and on every Value inside it.
+    Calls `Value.cotangent` on the Value itself, and on every Value inside it.
     """
 
     def as_part(x: Any) -> Any:

@@ -1,12 +1,10 @@
-"""Values as flat arrays: the layout for operands and results of primitives that carry code.
+"""Values as flat arrays: the layout for operands and results of primitives carrying code.
 
-A *slot* describes a single logical operand or result. For a Value, it contains the treedef and the leaf
-avals. For a plain array, there is just a single aval, and no treedef. Slots are hashable and don't contain
-any data, which means that they can be used as cache keys.
+A *slot* describes a single logical operand or result: a Value's treedef and leaf avals, or a plain array's
+aval, without a treedef. Slots are hashable and don't contain any data, so they can be used as cache keys.
 
-Two slots must only be equal if a compiled program can use either one's content in place of the other.
-This is why we implement `LeafLayout.__eq__` by hand: treedefs compare statics by `==`, and they can't be
-compared with None.
+Two slots must only be equal if a compiled program can use either one's content in place of the other's. So
+`LeafLayout.__eq__` is written by hand: treedefs compare statics by `==`, and can't be compared with None.
 """
 
 import dataclasses
@@ -47,7 +45,7 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 class LeafLayout:
     treedef: Any  # the treedef of a Value, or None for a plain array
     avals: tuple[Any, ...]
-    # For a plain array: the constant that it's filled with, if known (see core/plain_arrays.py).
+    # For a plain array: the constant it's filled with, if known (see core/plain_arrays.py).
     constant: Any = None
     reason: str = ""  # why this is a plain array, for use in messages
 
@@ -89,7 +87,7 @@ class LeafLayout:
 
     @functools.cached_property
     def linear(self) -> bool:
-        """Whether this slot contains a Value that is linear in its leaves."""
+        """Whether this slot contains a Value linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
@@ -115,7 +113,7 @@ class LeafLayout:
         return LeafLayout(self.treedef, tuple(avals), self.constant)
 
     def strong(self) -> "LeafLayout":
-        """This slot, but without any weak types."""
+        """This slot, without any weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
     def dense(self, reason: str = "") -> "LeafLayout":
@@ -136,13 +134,13 @@ class LeafLayout:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Returns whether `x` is a Value for which cotangents have the same type."""
+    """Returns whether `x` is a Value with cotangents of the same type."""
     if not is_value(x) or not is_linear(x):
         return False
     leaves, (slot,) = flatten([x])
     if all(map(has_tangent, slot.avals)):
         return _gives_leaves_back(slot)
-    # We can't just make up the contents of a pattern. For example, indices have to be distinct and in bounds.
+    # A pattern can't just be made up: e.g. indices have to be distinct and in bounds.
     if all(part.stores_elements or not _has_own_pattern(part) for part in (x, *held(x))):
         return True
     pattern = [None if has_tangent(a) else leaf for leaf, a in zip(leaves, slot.avals, strict=True)]
@@ -158,16 +156,16 @@ def _has_own_pattern(value: Value) -> bool:
 
 
 def is_a_space(x: Any) -> bool:
-    """Returns whether `x` is linear in its leaves, and stays valid if these are replaced by arbitrary
-    numbers. (Mathematically speaking, such values form a vector space.)"""
+    """Returns whether `x` is linear in its leaves, and stays valid with arbitrary numbers in them.
+    (Mathematically, these values form a vector space.)"""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Returns whether to use the only leaf of a Value in its place if it's a predicate in control flow.
+    """Returns whether a Value's only leaf takes its place as a predicate in control flow.
 
-    This is the case if it can't be materialised and its only leaf has the same shape and dtype. (Types
-    written for quax rely on this.)
+    It does if the Value can't be materialised and the leaf has the same shape and dtype. (Types written for
+    quax rely on this.)
     """
     # A leaf with a different shape or dtype can't be used in place of the array.
     form = [(a.shape, a.dtype) for a in slot.avals]
@@ -192,15 +190,15 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -> bool:
     """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
-    If it isn't, then the leaves' cotangents aren't just elements of the dense cotangent. (For example,
-    if each element of a leaf is repeated, then its cotangent is a sum of several elements.) We assume this of
-    types that can't be materialised.
+    If not, the leaves' cotangents aren't just elements of the dense cotangent. (For example, if each element
+    of a leaf is repeated, its cotangent is a sum of several elements.) Assumed of types that can't be
+    materialised.
 
     **Arguments:**
 
     - `pattern`: the leaves without tangents, and None in place of all others.
     """
-    # When exporting, sizes might be symbolic. Any small ones will do.
+    # When exporting, sizes may be symbolic. Any small ones will do.
     shapes = [[n if isinstance(n, int) else 3 + i for i, n in enumerate(a.shape)] for a in slot.avals]
     # These are exact in every dtype.
     numbers = [(np.arange(1, math.prod(shape) + 1) % 5 - 2).reshape(shape) for shape in shapes]
@@ -215,7 +213,7 @@ def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -
         leaves = [jnp.asarray(numbers[i], slot.avals[i].dtype) for i in free]
         try:
             dense, transpose = jax.vjp(dense_of, leaves)
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
@@ -224,8 +222,7 @@ def _gives_leaves_back(slot: LeafLayout, pattern: Sequence[Any] | None = None) -
 def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     """Returns, for each leaf, whether the array can have a nonzero derivative with respect to it.
 
-    If it can't then the leaf is frozen. We assume that types that can't be materialised don't have any frozen
-    leaves.
+    If not, the leaf is frozen. Types that can't be materialised count as having no frozen leaves.
     """
     moving = [has_tangent(a) for a in slot.avals]
 
@@ -243,11 +240,10 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     with jax.core.eval_context():
         try:
             tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
-            # Use dead code elimination to determine this exactly: the result doesn't use the tangents of
-            # frozen leaves, so these will be removed.
+            # Dead code elimination determines this exactly: it removes the unused tangents of frozen leaves.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return (True,) * len(slot)
     of_tangents = iter(used[len(slot) :])
     return tuple(not has or next(of_tangents) for has in moving)
@@ -256,8 +252,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
     """Returns whether the rows of a Value without `leading_axis` are made up of the leaves' rows.
 
-    This is never the case if some static field has one entry per axis, because it would be too long for a
-    row.
+    Never if some static field has one entry per axis: it would be too long for a row.
     """
     ndim = len(slot.aval.shape)
     return (
@@ -269,8 +264,8 @@ def has_rows_in_leaves(slot: LeafLayout) -> bool:
 
 
 def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
-    """Returns the axis along which to slice each leaf into rows. If the type doesn't specify this then we
-    inspect the leaves."""
+    """Returns the axis along which to slice each leaf into rows. If the type doesn't specify this, inspects
+    the leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -296,18 +291,16 @@ def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
 def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
     """Returns whether slicing the leaves along an axis (into halves, or into rows) slices the Value.
 
-    For this, each leaf must have the same shape as the array, no matter what size the array has. In addition,
-    if we materialise the parts then we must get the array's parts, which we check numerically. For a
-    type that can't be materialised we have to rely on just the shapes.
+    For this, each leaf must have the same shape as the array, whatever the array's size. In addition, the
+    parts must materialise to the array's parts, which is checked numerically. For a type that can't be
+    materialised, the shapes have to suffice.
     """
     shape = slot.aval.shape
-    # A leaf with a different shape might still be sliceable, but only the type itself can tell us along which
-    # axis.
+    # A leaf with a different shape may still be sliceable, but only the type itself knows along which axis.
     if any(a.shape != shape for a in slot.avals):
         return False
-    # Check this for small sizes of our own choosing. The actual arrays might be large, and it's also possible
-    # that the parts only agree at one particular size. A static number might be a length or a limit, so go
-    # beyond it as well.
+    # Check this for small sizes of our own choosing. The actual arrays may be large, and the parts may only
+    # agree at one particular size. A static number may be a length or a limit, so go beyond it as well.
     beyond = max([abs(x) for x in _static_numbers(slot.like) if abs(x) < np.inf], default=0)
     tried = [(0, 1.0), (min(int(beyond), _LONGEST_PROBE), 10.0 * (1 + beyond))] if beyond else [(0, 1.0)]
     return all(_is_cut_at(slot, axis, longer, scale, rows) for longer, scale in tried)
@@ -323,8 +316,8 @@ def _static_numbers(value: Value) -> list[Any]:
 
 
 def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: bool) -> bool:
-    """Returns whether `_is_cut_with_leaves` is true of arrays of small sizes, but for `axis`, which is
-    `longer` than usual, and of numbers of about the size `scale`."""
+    """Checks `_is_cut_with_leaves` for small arrays, `longer` than usual along `axis`, of numbers of about
+    the size `scale`."""
     sizes = [2 + i for i in range(len(slot.aval.shape))]  # these are all different, to tell the axes apart
     sizes[axis] += longer
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
@@ -352,15 +345,15 @@ def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: boo
         try:
             leaves = [_irregular(a.dtype, sizes, i, scale) for i, a in enumerate(slot.avals)]
             dense = materialised(whole.unflatten(leaves))
-        except Exception:  # a type can raise any error in order to refuse
+        except Exception:  # a type may refuse with any error
             return True
         parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
 
 
 def _irregular(dtype: Any, shape: Sequence[int], seed: int, scale: float) -> Any:
-    """Returns an array of irregular numbers. Otherwise incorrect parts might happen to be equal to the
-    correct ones."""
+    """Returns an array of irregular numbers. Otherwise incorrect parts may happen to equal the correct
+    ones."""
     count = math.prod(shape)
     steps = np.arange(seed * count, (seed + 1) * count)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -413,7 +406,7 @@ def _leaf_avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 @memoised
 def _classes(treedef: Any) -> tuple[Any, ...]:
-    # Any shape will do. (We can't use None, as a Value whose parts are missing doesn't count as a Value.)
+    # Any shape will do. (But not None: a Value with missing parts doesn't count as a Value.)
     leaf = jax.ShapeDtypeStruct((), np.float32)
     value = jtu.tree_unflatten(treedef, [leaf] * treedef.num_leaves)
     return tuple(map(type, (value, *held(value))))
@@ -437,12 +430,12 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
-    """Computes `leading_axis` for a Value that contains several `parts`.
+    """Computes `leading_axis` for a Value containing several `parts`.
 
     **Arguments:**
 
     - `parts`: each array or Value inside it, in the order of its leaves, and whether its first axis is the
-        leading one. If it isn't then it's shared by all rows.
+        leading one. If not, it's shared by all rows.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:
@@ -459,7 +452,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
-    """Computes `shard_spec` for a Value that contains several `parts`.
+    """Computes `shard_spec` for a Value containing several `parts`.
 
     **Arguments:**
 
@@ -497,8 +490,8 @@ def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
                 f"{len(slot)} array leaves; found {len(specs)}."
             )
         return specs
-    # The type doesn't specify how to do this. We can only handle it if slicing the leaves along these axes
-    # also slices the array.
+    # The type doesn't specify how to do this. It can only be done if slicing the leaves along these axes also
+    # slices the array.
     sharded = [axis for axis, names in enumerate(spec) if names is not None]
     if not sharded:
         return tuple(spec if len(spec) <= a.ndim else jax.P() for a in slot.avals)

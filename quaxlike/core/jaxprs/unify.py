@@ -1,9 +1,9 @@
-"""Unifies the two sides of branches, loop carries and buffers that contain Values.
+"""Unifies the two sides of branches, loop carries and buffers containing Values.
 
-Unification must never change the array that a Value represents. If possible, both sides are converted exactly
-to a common form. Otherwise they are materialised (subject to the policy), and as a last resort we raise an
-error. Importantly, this decision only depends on slots, i.e. on statics and shapes, but not on any data. This
-ensures that it's the same when tracing as when running eagerly.
+Unification must never change the array represented by a Value. If possible, both sides are converted exactly
+to a common form. Otherwise they are materialised (under the policy), and as a last resort we raise an error.
+This decision only depends on slots, i.e. on statics and shapes but not on any data, so it's the same when
+tracing as when running eagerly.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from .slots import LeafLayout, flatten
 class OperandMismatch(TypeError):
     """An error for rules to raise if operands are incompatible, e.g. metres and seconds.
 
-    If this is raised inside a loop, then we try again with placeholders in place of any plain arrays in the
-    loop's carry. Their actual types are then determined by the first iteration. See `Value.promote`.
+    Raised inside a loop, this leads to a retry with placeholders for any plain arrays in the loop's carry.
+    The first iteration then determines their actual types. See `Value.promote`.
 
     **Arguments:**
 
@@ -63,23 +63,23 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
     if a == b:
         return a
-    # If one side is strong then drop weak types. JAX does the same for plain arrays.
+    # If one side is strong, drop weak types. JAX does the same for plain arrays.
     if a.strong() == b.strong():
         return a.strong()
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
-        # The type of a placeholder is just a guess, so it mustn't determine the form of an actual Value. We
-        # first try to only widen `b`. This is because in a loop `a` is the current carry, and if its form can
-        # be kept then we don't have to trace the body again.
+        # The type of a placeholder is just a guess, so it mustn't determine the form of an actual Value.
+        # First try to only widen `b`: in a loop `a` is the current carry, and keeping its form saves tracing
+        # the body again.
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    # If there is a plain array then lift this first.
+    # If there is a plain array, lift it first.
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
     for first, second in orders:
-        # Widen one side, and then check that the other side can be converted to the same form. Note that
-        # `widen` isn't necessarily symmetric, so we try both orders.
+        # Widen one side, then check that the other can be converted to the same form. `widen` isn't
+        # necessarily symmetric, so try both orders.
         form = _widened(first, second)
         if form.treedef is None:
             return second.dense().strong()
@@ -98,8 +98,8 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to `like`'s form, or to a form that `like` can be widened to. If neither is possible
-    then `x` is returned unchanged.
+    """Converts `x` to `like`'s form, or to one `like` can be widened to. If neither is possible, returns `x`
+    unchanged.
 
     **Arguments:**
 
@@ -108,8 +108,8 @@ def widened(x: Any, like: Any) -> Any:
     if not is_value(like):
         return x
     out: Any = NotImplemented
-    # Arrays have to be lifted. The same is true of a Value whose class occurs inside of `like`; for example,
-    # it might have lost its names in a loop.
+    # Arrays have to be lifted. So does a Value of a class occurring inside `like`: e.g. it may have lost its
+    # names in a loop.
     if not is_value(x) or (type(x) is not type(like) and type(x) in map(type, held(like))):
         out = type(like).promote(x, like)
     if out is NotImplemented and is_value(x):
@@ -125,14 +125,14 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """As `widened`, but for a field. If this is a plain array on the other side, then we materialise it.
+    """As `widened`, but for a field. Materialises it if it's a plain array on the other side.
 
-    Materialising is subject to the policy, and we only do so if the plain array can't be lifted instead.
+    Materialising is under the policy, and only happens if the plain array can't be lifted instead.
     """
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
-    # We only want to know whether it can be lifted, so use `eval_shape`.
+    # Use `eval_shape`, just to find out whether it can be lifted.
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
@@ -141,9 +141,9 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value that can't be converted to the other one's form.
+    """Returns the result of `widen` for a Value that can't be converted to the other one's form.
 
-    This is the dense array; materialising it is subject to the policy.
+    This is the dense array, materialised under the policy.
     """
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
@@ -152,7 +152,7 @@ def dense_when_incompatible(x: Any) -> Any:
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
     """Materialises the parts of `a` that differ in `b`.
 
-    If anything else differs then the whole `a` is materialised.
+    If anything else differs, the whole `a` is materialised.
     """
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
@@ -162,8 +162,7 @@ def _dense_unlike(x: Value, like: Value) -> Any:
         return materialised(x)
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
-    # Compare everything other than the parts that are Values. If there are any differences then it wouldn't
-    # be enough to materialise the parts.
+    # Compare everything but the parts that are Values. If it differs, materialising the parts isn't enough.
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
@@ -191,11 +190,9 @@ def can_be_unified(x: Any, like: Any) -> bool:
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     """As `widened`, but for slots.
 
-    This is memoised because otherwise nested Values would be slow, with every level repeating the calls for
-    all levels below it.
+    Memoised: otherwise nested Values would be slow, every level repeating the calls for all levels below it.
     """
-    # `widen` might bind primitives. This means that its result depends on everything that dispatch depends
-    # on.
+    # `widen` may bind primitives, so its result depends on everything dispatch depends on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
@@ -218,12 +215,12 @@ def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
 
 
 def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
-    """Converts `x` to the form of `slot`, which means lifting it, materialising it (subject to the policy),
-    or casting it."""
+    """Converts `x` to the form of `slot`, by lifting it, materialising it (under the policy), or casting
+    it."""
     (found,) = flatten([x])[1]
     if found == slot:
         return x
-    # This might be a placeholder. The type of these is just a guess, so convert the plain array instead.
+    # This may be a placeholder. Its type is just a guess, so convert the plain array instead.
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
@@ -232,8 +229,8 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
-    # Check what the user's `widen` or `promote` returned. If it doesn't have the form that we asked for then
-    # leaves would be assigned to the wrong places.
+    # Check what the user's `widen` or `promote` returned: in another form, leaves would be assigned to the
+    # wrong positions.
     if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [
@@ -244,7 +241,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Materialises (subject to the policy) the parts of `x` that are arrays in `like`."""
+    """Materialises (under the policy) the parts of `x` that are arrays in `like`."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 

@@ -1,4 +1,4 @@
-"""Rules: how these are registered, selected for a primitive, and checked."""
+"""Rules: how they are registered, selected for a primitive, and checked."""
 
 from .beyond import Beyond as Beyond
 from .beyond import Lost as Lost

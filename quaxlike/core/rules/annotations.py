@@ -1,7 +1,7 @@
-"""Annotations of a rule's operands, which determine the types for dispatch and which arrays we accept.
+"""Annotations of a rule's operands, which determine the types for dispatch and the arrays accepted.
 
-Note that all plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. If it
-did, then a rule for `float` would match when JAX evaluates eagerly, but not under `jit`.
+All plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. Otherwise a
+rule for `float` would match eagerly, but not under `jit`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """What an operand's annotation means, as far as dispatch is concerned."""
+    """What an operand's annotation means for dispatch."""
 
     hint: Any
     """The class of the operand, or a union of classes."""
@@ -62,13 +62,13 @@ class Annotation:
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Returns whether we accept an operand's dtype and shape, if it dispatches as `cls`."""
+        """Returns whether this accepts the dtype and shape of an operand dispatching as `cls`."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
 
     def implies(self, other: "Annotation") -> bool:
-        """Returns whether `other` accepts every dtype and shape that this accepts."""
+        """Returns whether `other` accepts every dtype and shape accepted here."""
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
@@ -96,7 +96,7 @@ class Annotation:
 
 
 class Nothing:
-    """The class for an annotation without any possible operands. For example, this is used for `list`."""
+    """The class for an annotation without any possible operands, such as `list`."""
 
 
 def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
@@ -114,9 +114,9 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
         return Annotation(Nothing, (), hint)
     plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
     if all(kind is None for _, kind in members):
-        # By the time that a primitive is bound, numbers and NumPy arrays might have been converted to arrays.
+        # When a primitive is bound, numbers and NumPy arrays may already have been converted to arrays.
         return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
-    # If the annotation contains other kinds of arrays, then a number is treated as an array without axes.
+    # Next to other kinds of arrays, a number is treated as an array without axes.
     kinds = [(cls, kind) for cls, kind in members if cls not in plain]
     kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
     return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
@@ -159,7 +159,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
     else:
         cls = plum.resolve_type_hint(hint if origin is None else origin)
         if isinstance(cls, type) and _may_have_operands(cls):
-            # A subclass of `jax.Array` says no more, since nothing else counts.
+            # A subclass of `jax.Array` counts as `jax.Array`.
             yield (jax.Array if issubclass(cls, (jax.Array, jax.core.Tracer)) else cls), None
 
 
@@ -183,7 +183,7 @@ def _may_have_operands(cls: type) -> bool:
 
 
 def is_only_for_instances(cls: Any) -> bool:
-    """Returns whether `issubclass` refuses a class, such as a protocol that names attributes."""
+    """Returns whether `issubclass` refuses a class, such as a protocol naming attributes."""
     try:
         issubclass(Value, cls)
     except TypeError:

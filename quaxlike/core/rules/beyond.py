@@ -1,8 +1,8 @@
-"""Rules that match after materialising some Values.
+"""Rules matching after materialising some Values.
 
-At least one operand remains a Value. For example, this means that `Sparse @ Foreign` is computed as `Sparse @
-array`, rather than as a dense product. For the same reason, a user's rule for `(array, Foreign)` is preferred
-to our own for `(Adapter, any type)`, because the latter would end up materialising `Foreign`.
+At least one operand remains a Value: `Sparse @ Foreign` is computed as `Sparse @ array`, rather than as a
+dense product. For the same reason, a user's rule for `(array, Foreign)` is preferred to our own for
+`(Adapter, any type)`, which would end up materialising `Foreign`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Beyond:
-    """A rule that matches if the Values in `positions` are materialised."""
+    """A rule matching if the Values in `positions` are materialised."""
 
     def __init__(self, rule: Rule, types: Sequence[type | None], positions: tuple[int, ...]) -> None:
         self.rule = rule
@@ -30,7 +30,7 @@ class Beyond:
         self._types = [jax.Array if t is None or i in positions else t for i, t in enumerate(types)]
 
     def applies_to(self, operands: Sequence[Any]) -> bool:
-        """Returns whether the rule accepts not just the types but also the dtypes and shapes of these
+        """Returns whether the rule accepts not just the types but also the dtypes and shapes of the
         operands."""
         if not all(
             x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.positions
@@ -41,9 +41,9 @@ class Beyond:
 
 
 def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
-    """Finds rules that match these operand types after materialising some Values.
+    """Finds rules matching these operand types after materialising some Values.
 
-    Rules written by users come before our own. Apart from that, rules that preserve more Values come first.
+    Users' rules come before our own, then rules of earlier layers, then those preserving more Values.
     """
     if (known := resolver.beyond.get(key)) is not None:
         return known
@@ -56,12 +56,11 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
             if (positions := _in_the_way(rule, types)) == ():
-                # The same rule might be registered for several signatures. If it has already declined this
-                # call then there is no point in trying it again after materialising.
+                # The same rule may be registered for several signatures. If it has already declined this
+                # call, don't try it again after materialising.
                 declined.add(rule.written)
             elif positions is not None and len(positions) < values:
-                # Our own rules cover many types. They mustn't shadow a more specific rule that was written by
-                # the user.
+                # Our own rules cover many types. They mustn't shadow a user's more specific rule.
                 ranked.append(((rule.is_ours, n, len(positions), positions), Beyond(rule, types, positions)))
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
@@ -72,8 +71,8 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
 
 
 def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
-    """Returns the positions of the Values for which the rule requires an array. Returns None if the rule
-    wouldn't accept the operands even after materialising these."""
+    """Returns the positions of the Values for which the rule requires an array. None if it doesn't accept the
+    operands even with these materialised."""
     annotations = rule.annotations(len(types))
     if len(annotations) != len(types):
         return None
@@ -96,11 +95,11 @@ def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | N
 
 
 class Lost(Exception):
-    """Raised if a rule for arbitrary types would materialise a Value that could be handled by a user's rule.
+    """Raised if a rule for arbitrary types would materialise a Value a user's rule could handle.
 
     **Arguments:**
 
-    - `lacking`: which operation doesn't have a rule for which operands, and which rule should be written.
+    - `lacking`: returns which operation lacks a rule for which operands, and which rule to write.
     """
 
     def __init__(self, lacking: Callable[[], tuple[str, str]]) -> None:
@@ -109,8 +108,7 @@ class Lost(Exception):
 
 
 def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> tuple[type, ...]:
-    """Returns types that aren't special to `rule`, but for which there is a user's rule that accepts them
-    alongside arrays."""
+    """Returns types not special to `rule`, but accepted by a user's rule alongside arrays."""
     primitive, *types = key
     if len({*types} - {None}) < 2 or not isinstance(rule, Rule):
         return ()

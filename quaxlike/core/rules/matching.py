@@ -20,7 +20,7 @@ def depends_on_operands(rule: Rule) -> bool:
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Returns whether a rule might match operands that dispatch as these types."""
+    """Returns whether a rule may match operands dispatching as these types."""
     if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
@@ -69,7 +69,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 
 def _implies(a: Rule, b: Rule) -> bool:
-    """Returns whether rule `b` matches all operands that `a` matches."""
+    """Returns whether rule `b` matches all operands matched by `a`."""
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1

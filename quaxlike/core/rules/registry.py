@@ -1,11 +1,11 @@
 """The registry of rules: `register` and `RuleSet`.
 
-Registering a rule must take effect immediately, even in functions that have already been jitted. So we count
-registrations (the "epoch"), and include this in our own cache keys as well as JAX's. Otherwise a
-cached rule could continue to be used after it has been replaced.
+Registering a rule must take effect immediately, even in functions already jitted. So the number of
+registrations (the "epoch") is part of our own cache keys as well as JAX's. Otherwise a cached rule could
+still be used after being replaced.
 
-Parsing annotations is slow, and importing plum is even slower. So for our own rules, neither happens until
-their primitive is first dispatched.
+Parsing annotations is slow, and importing plum is even slower. For our own rules, neither happens until their
+primitive is first dispatched.
 """
 
 import dataclasses
@@ -41,14 +41,13 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """Issued for a rule or a type that works, but is harder to check as it was written for another library.
+    """Issued for a rule or a type that works, but was written for another library and is harder to check.
 
     This is the case if a rule returns a different dtype than its primitive, but its type doesn't declare
     `own_dtypes`; or a different shape, but its type can't be materialised and doesn't declare `own_shapes`.
-    (Under `jax_enable_checks` both of these raise a [`quaxlike.RuleError`][].) We also warn if a rule
-    replaces one that was written elsewhere; if an ImplicitArray's handler can never match; and if a type
-    that can't be materialised is differentiated by its leaves, or is used as a predicate. There's one warning
-    for each rule and type.
+    (Under `jax_enable_checks` both raise a [`quaxlike.RuleError`][].) Also issued if a rule replaces one
+    written elsewhere; if an ImplicitArray's handler can never match; and if a type that can't be materialised
+    is differentiated by its leaves, or is used as a predicate. There's one warning for each rule and type.
     """
 
     __module__ = "quaxlike"
@@ -67,7 +66,7 @@ def warn_once(rule: Any, warning: Warning) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """A registered rule: the operand types that it applies to, and where it was written."""
+    """A registered rule: its operand types, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
@@ -76,12 +75,12 @@ class Rule:
     keywords: frozenset[str] | None  # the names of its parameters, or None if it accepts **params
     operands: dict[str, Annotation] = dataclasses.field(default_factory=dict[str, Annotation])
     varargs: Annotation | None = None  # for any further operands
-    defaults: frozenset[str] = frozenset()  # operands with a default, which might be omitted
+    defaults: frozenset[str] = frozenset()  # operands with a default, which may be omitted
     required: frozenset[str] = frozenset()  # parameters by keyword, without a default
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function as written by its author. Note that several rules might share it."""
+        """The function as written by its author. Several rules may share it."""
         return written_function(getattr(self.function, "written_as", self.function))
 
     @property
@@ -91,8 +90,8 @@ class Rule:
 
     @property
     def is_for_both_sides(self) -> bool:
-        """Whether this rule was created by `register_on_either_side`, for the case that both operands have
-        its type."""
+        """Whether `register_on_either_side` created this rule for the case of both operands having its
+        type."""
         return getattr(self.function, "is_for_both_sides", False)
 
     @functools.cached_property
@@ -112,7 +111,7 @@ class Rule:
         return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
 
     def is_like(self, other: "Rule") -> bool:
-        """Returns whether this applies to precisely the same operands as `other` does."""
+        """Returns whether this applies to precisely the same operands as `other`."""
         if self.signature != other.signature:
             return False
         n = len(self.operands) + 1
@@ -121,14 +120,14 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """The place where this rule was written, as `file:line`."""
+        """Where this rule was written, as `file:line`."""
         code = self.written.__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # Every release of JAX adds some parameters. If the rule doesn't accept one of these, then we just
-            # leave it out, provided that it isn't used (i.e. None). This way the rule continues to work.
+            # Every release of JAX adds some parameters. Leave out any the rule doesn't accept, if unused
+            # (i.e. None), so that the rule continues to work.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -182,9 +181,9 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules whose annotations have been parsed so far.
+        """The rules with annotations parsed so far.
 
-        (For others, this is delayed until it's needed.)
+        (Others are parsed when needed.)
         """
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
@@ -196,14 +195,14 @@ class RuleSet:
 
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
-            # It's important to remove these first, because `add` calls this method again.
+            # Remove these first, because `add` calls this method again.
             for function, precedence in self._waiting.pop(primitive, ()):
                 for rule in rules_of(primitive, function, precedence):
                     self.add(rule)
             return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
-        """Adds a rule, which replaces any rule for the same operands.
+        """Adds a rule, replacing any rule for the same operands.
 
         **Raises:** `RuleError` if both were written in the same place.
         """
@@ -229,17 +228,16 @@ GLOBAL = RuleSet()
 lock = threading.RLock()
 _epoch = 0
 
-# The epoch, as part of the keys of JAX's caches. This is how `jax.jit(quaxify(f))` is traced again if a rule
-# is registered. Unfortunately it invalidates every jitted function in the process, so we only set it once
-# something has been quaxified.
+# The epoch, as part of JAX's cache keys: `jax.jit(quaxify(f))` is traced again if a rule is registered. This
+# invalidates every jitted function in the process, so it's only set once something has been quaxified.
 _jit_epoch = jax.make_user_context(0)
 _in_use = False
 
 
 def epoch() -> int:
-    """Returns how many registrations there have been so far.
+    """Returns the number of registrations so far.
 
-    Any cache that depends on rules must have this in its key.
+    Any cache depending on rules must have this in its key.
     """
     return _epoch
 
@@ -256,12 +254,11 @@ def register(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a rule, which defines what a primitive does for operands of the annotated types.
+    """Registers a rule, defining what a primitive does for operands of the annotated types.
 
     Rules are selected by the types of *all* positional parameters. Plain operands (arrays, NumPy arrays,
     Python scalars) are treated as `jax.Array`, so they can be annotated as either `jax.Array` or `ArrayLike`.
-    If you only want to accept certain dtypes and shapes, then you can also use jaxtyping, as in `Float[Array,
-    "n m"]`.
+    To only accept certain dtypes and shapes, use jaxtyping, as in `Float[Array, "n m"]`.
 
     **Arguments:**
 
@@ -272,12 +269,12 @@ def register(
 
     **Returns:**
 
-    A decorator that returns the rule unchanged. The rule is called with the operands as positional arguments,
+    A decorator returning the rule unchanged. The rule is called with the operands as positional arguments,
     and with the primitive's parameters as keyword arguments. It should return an array or a Value (or a
-    sequence of these, if the primitive has multiple results), or else `NotImplemented`, in which case we try
-    the next rule that matches. If the first parameter is annotated as `jax.extend.core.Primitive`, then the
-    primitive is passed as well. For a `HiPrim`, a rule is called with the leaves of its operands, and with
-    the instance as `prim`; it should return a sequence of results.
+    sequence of these, if the primitive has multiple results), or else `NotImplemented`, to try the next
+    matching rule. If the first parameter is annotated as `jax.extend.core.Primitive`, the primitive is passed
+    as well. For a `HiPrim`, a rule is called with the leaves of its operands, and with the instance as
+    `prim`; it should return a sequence of results.
 
     **Raises:**
 
@@ -316,8 +313,7 @@ def register(
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
-        # Delay our own rules until they are needed. This way importing the package doesn't have to inspect
-        # any of them.
+        # Delay our own rules until needed, so that importing the package doesn't inspect any of them.
         wait = (written_function(function).__module__ or "").startswith(_PACKAGE)
         with lock:
             for p in primitives:
@@ -327,7 +323,7 @@ def register(
                 for rule in rules_of(p, function, precedence):
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
-            # This comes last because any cache that sees the new epoch must include the rule.
+            # This comes last, because any cache seeing the new epoch must include the rule.
             _epoch += 1
             if _in_use:
                 _jit_epoch.set_global(_epoch)
@@ -353,11 +349,11 @@ def register_on_either_side(
     - `other`: the other operand's type. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
-    Note that a rule registered for exactly `(types, types)` takes priority over this one.
+    A rule registered for exactly `(types, types)` takes priority over this one.
 
     **Returns:**
 
-    A decorator that returns the rule unchanged. The rule is called with the primitive and its two operands as
+    A decorator returning the rule unchanged. The rule is called with the primitive and its two operands as
     positional arguments, and with the primitive's parameters as keyword arguments.
     """
 
@@ -379,7 +375,7 @@ def register_on_either_side(
 
 
 def as_primitives(primitive: Any) -> list[jexc.Primitive]:
-    """Converts `register`'s first argument, which is a primitive, its name, or a sequence of these."""
+    """Converts `register`'s first argument: a primitive, its name, or a sequence of these."""
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
 
@@ -399,7 +395,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
             + (f" Write {hint} above a rule." if known else "")
         )
     name = primitive.removesuffix("_p")
-    if name not in compat.named_primitives():  # it might have been defined in the meantime
+    if name not in compat.named_primitives():  # it may have been defined in the meantime
         compat.named_primitives.cache_clear()
     known = compat.named_primitives()
     if name not in known:
@@ -423,7 +419,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
     """Converts a function to rules for a primitive.
 
-    If operands have defaults then there are several.
+    Several, if operands have defaults.
     """
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
@@ -439,8 +435,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
-    # If a parameter has a default then it's normally a parameter of the primitive, unless it has to be an
-    # operand.
+    # A parameter with a default is normally the primitive's, unless it has to be an operand.
     params, arity = compat.parameters_of(primitive), compat.arity_of(primitive)
     defaults = [p.name for p in positional[required:]]
     may_be = list(itertools.takewhile(lambda name: name not in params, defaults))
@@ -491,14 +486,14 @@ def _place(function: Callable[..., Any]) -> str:
 def check_operands(rule: Rule, params: Collection[str]) -> None:
     """Raises a `TypeError` for a rule that can never match.
 
-    This is the case if an operand is actually a parameter of the primitive, if there are too many or too few
-    operands, or if an annotation is impossible. This only issues a warning if the function has an attribute
-    `may_never_match`.
+    Either an operand is actually a parameter of the primitive, there are too many or too few operands, or an
+    annotation is impossible. Only issues a warning if the function has an attribute `may_never_match`, or is
+    a stub without operands.
     """
     if (why := _never_matches(rule, params)) is None:
         return
     message = f"The rule {rule} can never match: {why}"
-    # Packages written for quax contain stubs without operands, for primitives that they don't support.
+    # Packages written for quax contain stubs without operands, for primitives they don't support.
     is_stub = not rule.operands and rule.varargs is None
     if not is_stub and not getattr(rule.function, "may_never_match", False):
         raise TypeError(message)
@@ -506,8 +501,7 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
 
 
 def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
-    """Returns whether a function could be a rule for a primitive, as far as we can tell before it's
-    called."""
+    """Returns whether a function could be a rule for a primitive, as far as known before it's called."""
     params = compat.parameters_of(primitive)
     return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
@@ -549,13 +543,13 @@ def check_keywords(rule: Rule, params: Collection[str]) -> None:
 
 
 def check_replacement(old: Rule, new: Rule) -> None:
-    """Raises a `RuleError` if a rule would replace another one that was written in the same place.
+    """Raises a `RuleError` if a rule would replace another one written in the same place.
 
-    If a definition is executed again (in a notebook cell, or when reloading a module) then this isn't an
-    error, and it replaces its previous rule. A rule that was written elsewhere is replaced with a warning.
+    A definition executed again (in a notebook cell, or when reloading a module) just replaces its previous
+    rule. A rule written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
-    # The same function has been registered again, so we aren't losing any rule.
+    # The same function has been registered again, so no rule is lost.
     if was is now:
         return
     module = new.written.__module__
@@ -576,7 +570,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """Returns the code for a module that's currently being executed."""
+    """Returns the code being executed in a module's namespace."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:
@@ -596,11 +590,11 @@ def signature_of(types: Iterable[Any], **options: Any) -> "plum.Signature":
     return plum.Signature(*types, **options)
 
 
-@typing.no_type_check  # type checks would use more of the stack than we account for
+@typing.no_type_check  # type checks would use more of the stack than accounted for
 def require_stack_depth(calls: int = 200) -> None:
-    """Raises a `RecursionError` if there isn't enough space left on the stack for this many nested calls.
+    """Raises a `RecursionError` if the stack doesn't have space left for this many nested calls.
 
-    Use this before plum compares types. Beartype caches errors, so if it ever hit the recursion limit then it
+    Use this before plum compares types. Beartype caches errors: after hitting the recursion limit once, it
     would keep raising the same `RecursionError` in later calls.
     """
     if calls:

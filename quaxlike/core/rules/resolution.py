@@ -1,8 +1,8 @@
 """Selects the rules for a primitive, and checks their results.
 
 Looking up an entry in the cache must be equivalent to computing it again. The cache is keyed by types alone.
-If rules also depend on dtypes, shapes or values then we store a `RulesByOperands`, which decides between them
-on each call. In addition, we don't store an entry if a rule was registered while it was being computed.
+For rules also depending on dtypes, shapes or values, the entry is a `RulesByOperands`, which decides between
+them on each call. An entry isn't stored if a rule was registered while it was being computed.
 """
 
 import dataclasses
@@ -51,23 +51,22 @@ class AmbiguousRuleError(RuleError, LookupError):
 
 
 class Resolver:
-    """Finds rules in several layers of rule sets, by priority. The results are cached by types."""
+    """Finds rules in several layers of rule sets, by priority. Results are cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
         self.cache: dict[Any, list[Callable[..., Any]]] = {}
-        self.beyond: dict[Any, list[Any]] = {}  # this is filled by `rules_beyond`
+        self.beyond: dict[Any, list[Any]] = {}  # filled by `rules_beyond`
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Any = None) -> list[Callable[..., Any]]:
         """Returns the rules for `key`, best first. Each one is only tried if the previous ones returned
         `NotImplemented`.
 
-        A key consists of the primitive, followed by one entry for each operand, which is its class if it's a
-        Value and None otherwise.
+        A key consists of the primitive, followed by each operand's class if it's a Value, and None otherwise.
 
         **Raises:** `TypeError` if a rule has one of the primitive's `params` as a positional parameter, or
-        `RuleError` if it requires a keyword that isn't amongst them.
+        `RuleError` if it requires a keyword not among them.
         """
         require_stack_depth()
         primitive, *types = key
@@ -75,7 +74,7 @@ class Resolver:
             check_operands(rule, params or ())
         operands = signature_of(jax.Array if t is None else t for t in types)
         # A type can decide separately for each instance whether rules apply. This requires a function call
-        # for every operand, so we only check it if there is such a type.
+        # for every operand, so only check it if a type does.
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
 
         def checked(rule: Callable[..., Any]) -> Checked:
@@ -83,8 +82,8 @@ class Resolver:
             return Keeping(rule, may_decline, kept) if kept else Checked(rule, may_decline)
 
         found: list[Callable[..., Any]] = []
-        # The rules of outer layers come first, even if those of inner layers are more specific. This allows
-        # users to override anything in their own rule sets.
+        # The rules of earlier layers come first, even if those of later ones are more specific: users can
+        # override anything in their own rule sets.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
             if params is not None:
@@ -100,23 +99,23 @@ class Resolver:
         return found
 
     def has_rule(self, primitive: jexc.Primitive, *operands: Any) -> bool:
-        """Returns whether there might be a rule for these operands."""
+        """Returns whether there may be a rule for these operands."""
         key = (primitive, *(type(x) if is_value(x) else None for x in operands))
         known = self.cache.get(key)
         return bool(self.candidates(key) if known is None else known)
 
 
-# The rule sets that are currently in use. A `quaxify` adds its own rule set while calling the function.
+# The rule sets in use. A `quaxify` adds its own rule set while calling the function.
 active_layers = Scoped[tuple[RuleSet, ...]]("quaxlike_rules", (GLOBAL,))
 use_rule_sets = active_layers.use
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    """Returns the resolver for these rule sets, which includes all rules registered so far."""
+    """Returns the resolver for these rule sets, with all rules registered so far."""
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
-@functools.lru_cache(maxsize=64)  # this discards the results for earlier epochs
+@functools.lru_cache(maxsize=64)  # discards the results for earlier epochs
 def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
     return Resolver(layers, at)
 
@@ -133,7 +132,7 @@ def in_order(
         if any(r.written is not best[0].written for r in best):
             return [*order, Ambiguity(primitive, operands, best)]
         order.append(best[0])
-        # If a function declines these types then there's no point in trying any of its other signatures.
+        # If a function declines these types, don't try any of its other signatures.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
@@ -142,8 +141,8 @@ class RulesByOperands:
     """The rules for some operand types, if types alone don't determine which rules match.
 
     Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`). Others have types
-    whose instances are recognised by value rather than by class (plum's `__faithful__ = False`). In either
-    case we have to check the actual operands on each call, and only try the rules that match.
+    recognising instances by value rather than by class (plum's `__faithful__ = False`). Either way, the
+    actual operands are checked on each call, and only the rules matching them are tried.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class RulesByOperands:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
-    """Represents several rules without a well-defined order. This raises an error when called."""
+    """Several rules without a well-defined order. Raises an error when called."""
 
     primitive: jexc.Primitive
     operands: "plum.Signature"
@@ -195,24 +194,23 @@ class Ambiguity:
 
 
 class Checked:
-    """A rule along with the checks for its results.
+    """A rule with the checks for its results.
 
-    A check is about as expensive as tracing the primitive. So once we've found a result to be correct, we
-    trust the rule whenever it's called again with the same parameters. In practice this applies to concrete
-    arrays, to any calls within the same trace, and to other traces if the operands have the same shapes and
-    dtypes. (Under `jax_enable_checks` we never trust a rule.)
+    A check is about as expensive as tracing the primitive. So after a correct result, the rule is trusted
+    whenever it's called again with the same parameters. This applies to concrete arrays, to any calls within
+    the same trace, and to other traces if the operands have the same shapes and dtypes. (Under
+    `jax_enable_checks`, no rule is ever trusted.)
 
-    If `may_decline` is set, then each call also checks that the operands follow the rules for their type.
+    If `may_decline` is set, each call also checks that the operands follow the rules for their type.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        # The parameters for which we've checked a result. When tracing, these also include the avals.
+        # The parameters with a checked result. When tracing, these also include the avals.
         self._right: set[Any] = set()
-        self._is_trusted = False  # whether we trust the rule for any parameters
-        # A trace, and the parameters that were checked in it. If we're still in this trace then we don't
-        # compare avals again.
+        self._is_trusted = False  # whether the rule is trusted for any parameters
+        # A trace, and the parameters checked in it. While still in this trace, avals aren't compared again.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -255,7 +253,7 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            # Assign both at once, because threads have other traces.
+            # Assign both at once: threads have other traces.
             self._here = weakref.ref(trace), right_here
         right_here.add(key)
 
@@ -264,11 +262,11 @@ _MOST_TRUSTED = 256  # the maximal size of a set of trusted parameters
 
 
 class Keeping(Checked):
-    """A rule for arbitrary types, if a user's rule handles some types alongside arrays.
+    """A rule for arbitrary types, where a user's rule handles some types alongside arrays.
 
-    Such a rule redispatches on its own type's parts. If this would materialise a Value that the user's
-    rule could handle, then it declines, and we materialise the other operands instead. For operands with the
-    same structures, shapes and dtypes, we only try this once.
+    The rule redispatches on its own type's parts. If this would materialise a Value the user's rule could
+    handle, it declines, and the other operands are materialised instead. Tried only once for operands with
+    the same structures, shapes and dtypes.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
@@ -300,7 +298,7 @@ def check_results(
 ) -> None:
     """Raises a `RuleError` if `out` isn't a valid result.
 
-    If just the dtype differs then this is only a warning.
+    If just the dtype differs, this is only a warning.
     """
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
@@ -345,10 +343,10 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the primitive's result avals, for arrays with these shapes. None if we can't tell."""
+    """Returns the primitive's result avals, for arrays with these shapes. None if unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(aval_of_operand, operands), **params)
-    except Exception:  # a rule might support more than its primitive does
+    except Exception:  # a rule may support more than its primitive does
         return None
     return out if primitive.multiple_results else [out]
 
