@@ -40,7 +40,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.demo") -> int:
-    """Runs the demonstration. Exits with status 2 if it cannot start."""
+    """Runs the demonstration. Exits with status 2 if this cannot start."""
     # Importing JAX and scikit-learn takes seconds, so parse the arguments first.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)

@@ -188,7 +188,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. Raises an error if any weights are materialised along the way."""
+    """Adapts a model to a task. Raises an error if this materialises any weights."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

@@ -115,7 +115,7 @@ def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
 def _shown(result: Result, number: int) -> list[int]:
     """Selects the digits to show: first one still misclassified (if any), and then one per class.
 
-    (Showing more mistakes would suggest a much higher error rate.)
+    (Showing more mistakes than this would suggest a much higher error rate.)
     """
     wrong = np.flatnonzero(result.after != result.labels)[:1].tolist()
     firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]

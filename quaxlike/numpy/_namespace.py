@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..core.operators import anywhere
 
-# These functions return another function, which also has to be quaxified.
+# These functions return another function, to be quaxified as well.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
 # These objects in `jax.numpy` create arrays by indexing, rather than by being called.
 _BUILDERS = frozenset(["c_", "r_"])

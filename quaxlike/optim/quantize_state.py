@@ -78,9 +78,9 @@ def quantize_state(
     - `block_size`: the number of elements per scale. Defaults to the codec's, e.g. 32 for `"q8_0"`.
     - `min_size`: arrays with fewer elements than this aren't quantised, and neither are scalars. Defaults to
         4096.
-    - `moments`: a mapping adding or overriding fields. Keys are either fields (`"velocity"`) or classes with
-        fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None to
-        not quantise the field. Defaults to none.
+    - `moments`: a mapping that adds or overrides fields. Keys are either fields (`"velocity"`) or classes
+        with fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None
+        to not quantise the field. Defaults to none.
     - `stochastic`: whether to use stochastic rounding. This is unbiased: on average, even changes of less
         than half a step count. Defaults to False.
     - `seed`: the seed for stochastic rounding. Defaults to 0.

@@ -1,4 +1,4 @@
-"""`Zero` and `Full`, with equal elements, and `Identity`, the identity matrix.
+"""`Zero` and `Full`, with all elements equal, and `Identity`, the identity matrix.
 
 Operations are simplified when tracing. This must only depend on static numbers. (A number stored as a leaf
 may be traced, without a known value.)
@@ -209,7 +209,7 @@ def _same(x: Constant, shape: Sequence[int]) -> Any:
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
     """Applies `fn` to the value: the result is the same for all elements.
 
-    If the elements are known, the result is computed immediately, and so is known as well.
+    If the elements are known, this computes the result immediately, so that it's known as well.
     """
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
@@ -246,8 +246,8 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
-        # Only correct if the other operand isn't infinite or NaN. As JAX does for symbolic zeros, we ignore
-        # this.
+        # Only correct if the other operand isn't infinite or NaN. This is ignored, as for JAX's symbolic
+        # zeros.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
