@@ -1,1 +1,1 @@
-"""`python -m quaxlike.demo`, which fine-tunes a vision transformer in full, by LoRA, and by QLoRA."""
+"""`python -m quaxlike.demo`: fine-tunes a vision transformer in full, by LoRA, and by QLoRA."""

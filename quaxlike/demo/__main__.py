@@ -9,7 +9,7 @@ from .._arguments import Parser, importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:
-    """Creates a directory. If we then can't write to it, this returns the reason, and otherwise None."""
+    """Creates a directory. Returns the reason if it isn't writable, and otherwise None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -40,8 +40,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.demo") -> int:
-    """Runs the demonstration. If it cannot start then this exits with status 2."""
-    # Parse the arguments before we import JAX and scikit-learn, because those imports take seconds.
+    """Runs the demonstration. Exits with status 2 if this cannot start."""
+    # Importing JAX and scikit-learn takes seconds, so parse the arguments first.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if reason := _make_writable(arguments.output):

@@ -1,8 +1,7 @@
-"""The experiment. We train on upright digits, then adapt to rotated ones in full, by LoRA and by QLoRA.
+"""The experiment: train on upright digits, then adapt to rotated ones in full, by LoRA and by QLoRA.
 
-Note that all of these methods share a single training loop. The only differences are the filter spec, which
-determines the arrays to train, and the types, which determine how arrays are stored. The digits come with
-scikit-learn, so there is nothing to download.
+All of these methods share a single training loop. They only differ in the filter spec (which arrays to train)
+and the types (how arrays are stored). The digits come with scikit-learn, so there is nothing to download.
 """
 
 import functools
@@ -28,7 +27,7 @@ RANK = 8
 
 
 class Digits(NamedTuple):
-    """Greyscale images with values in [0, 1], along with the digit that each of them shows."""
+    """Greyscale images with values in [0, 1], and the digit shown by each."""
 
     images: Float[np.ndarray, "n 8 8"]
     labels: Int[np.ndarray, " n"]
@@ -60,7 +59,7 @@ def load_tasks(seed: int) -> tuple[Task, Task]:
 
 
 class Fit(NamedTuple):
-    """A trained model, along with the loss of each step and how many seconds the training took."""
+    """A trained model, the loss of each step, and the training time in seconds."""
 
     model: VisionTransformer
     losses: list[float]
@@ -70,7 +69,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """Computes the mean cross-entropy. We always wrap this in `ql.quaxify`, so any type of weight works."""
+    """Computes the mean cross-entropy. Always wrapped in `ql.quaxify`, so any type of weight works."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -96,7 +95,7 @@ def fit(
     on_step: Callable[[float], None],
     batch_size: int = 64,
 ) -> Fit:
-    """Trains the selected arrays. We use AdamW with a warm-up, followed by a cosine schedule.
+    """Trains the selected arrays, using AdamW with a warm-up followed by a cosine schedule.
 
     After each step `on_step` is called with the loss.
     """
@@ -128,7 +127,7 @@ def fit(
 
 
 class Adaptation(NamedTuple):
-    """A method of adapting a model. That is, how to change the types of weights and which arrays to train."""
+    """A method of adapting a model: how to change the types of weights, and which arrays to train."""
 
     name: str
     prepare: Callable[[VisionTransformer, PRNGKeyArray], VisionTransformer]
@@ -137,7 +136,7 @@ class Adaptation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of training. `before` and `after` are what was predicted for the held-out digits."""
+    """The result of training. `before` and `after` are the predictions for the held-out digits."""
 
     name: str
     fit: Fit
@@ -159,7 +158,7 @@ class Result(NamedTuple):
 
     @property
     def training_bytes(self) -> dict[str, int]:
-        """The memory that training needs, without activations. (AdamW has two moments per parameter.)"""
+        """The memory needed for training, without activations. (AdamW has two moments per parameter.)"""
         return {
             "weights": ql.summary(self.fit.model).stored_bytes,
             "gradients": self.trainable_bytes,
@@ -189,7 +188,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. If any weights are materialised along the way then this raises an error."""
+    """Adapts a model to a task. Raises an error if this materialises any weights."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

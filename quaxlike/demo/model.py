@@ -1,4 +1,4 @@
-"""A small vision transformer in plain Equinox. Importantly, there is no quaxlike in this file."""
+"""A small vision transformer in plain Equinox. Note that there is no quaxlike in this file."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 class Block(eqx.Module):
-    """Attention followed by a two-layer MLP. Both of them are pre-norm and have a residual connection."""
+    """Attention followed by a two-layer MLP, both pre-norm and with a residual connection."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention
@@ -32,7 +32,7 @@ class Block(eqx.Module):
 
 
 class VisionTransformer(eqx.Module):
-    """A vision transformer. Its tokens are image patches, which are averaged to compute ten logits."""
+    """A vision transformer: its tokens are image patches, averaged to compute ten logits."""
 
     embed: eqx.nn.Linear
     position: Float[Array, "tokens width"]

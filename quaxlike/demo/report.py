@@ -43,7 +43,7 @@ def results_table(pretraining: Result, adapted: list[Result]) -> Table:
 
 
 def rules_table(adapted: list[Result], digits: Digits) -> Table:
-    """Tabulates which rules each model used. Any operation that materialised a weight is listed below."""
+    """Tabulates the rules used by each model. Any operations materialising a weight are listed below."""
     table = Table(
         title="Which rules multiply by the new weights, in one evaluation of the loss", title_justify="left"
     )
@@ -68,13 +68,13 @@ def rules_table(adapted: list[Result], digits: Digits) -> Table:
 
 Images = Float[np.ndarray, "n 8 8"]
 
-# These colours differ in lightness too. This means they also work in greyscale and for colour-blind readers.
+# These colours also differ in lightness, for greyscale and for colour-blind readers.
 _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
 
 
 def _smooth(losses: list[float]) -> Float[np.ndarray, " steps"]:
-    """Computes an exponential moving average, which is initialised to the first loss."""
+    """Computes an exponential moving average, initialised to the first loss."""
     smoothed = np.empty(len(losses))
     mean = losses[0]
     for i, value in enumerate(losses):
@@ -113,9 +113,9 @@ def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _shown(result: Result, number: int) -> list[int]:
-    """Selects which digits to show. First one that is still misclassified (if any), and then one per class.
+    """Selects the digits to show: first one still misclassified (if any), and then one per class.
 
-    (We could show more of the mistakes, but that would suggest a much higher error rate.)
+    (Showing more mistakes than this would suggest a much higher error rate.)
     """
     wrong = np.flatnonzero(result.after != result.labels)[:1].tolist()
     firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
@@ -123,7 +123,7 @@ def _shown(result: Result, number: int) -> list[int]:
 
 
 def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Images) -> None:
-    """Draws digits both upright and rotated, along with what was predicted before and after training."""
+    """Draws digits upright and rotated, along with the predictions before and after training."""
     for i, column in zip(_shown(result, axes.shape[1]), axes.T, strict=False):
         label, was, now = result.labels[i], result.before[i], result.after[i]
         colour = _RIGHT if now == label else _WRONG

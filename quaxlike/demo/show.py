@@ -1,4 +1,4 @@
-"""The demonstration itself. We show progress bars whilst training, then the tables and the figure."""
+"""The demonstration itself: progress bars whilst training, then the tables and the figure."""
 
 from pathlib import Path
 

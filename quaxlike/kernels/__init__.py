@@ -1,7 +1,7 @@
 """JAX primitives for fused operations that act directly on quantised, adapted and sparse weights.
 
-Every operation has a reference implementation in plain JAX, which runs on every platform and defines what the
-correct result is. Kernels are only allowed to differ from this by rounding.
+Every operation has a reference implementation in plain JAX, which runs on every platform and defines the
+correct result. Kernels may only differ from it by rounding.
 """
 
 from .backends import Backend, Choice, KernelFallbackWarning, backend, chosen_backend

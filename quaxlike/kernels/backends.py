@@ -1,8 +1,8 @@
-"""Selects the implementation of an operation, based only on the platform, shapes and dtypes.
+"""Selects an operation's implementation, based only on the platform, shapes and dtypes.
 
-The choice can't depend on values, because it is made whilst tracing and then cached by JAX. Note that users
-can also force a particular backend. We make this a part of the JAX trace context, because otherwise a
-function that was traced under one backend might be reused under another.
+The choice is made whilst tracing and then cached by JAX, so it can't depend on values. Users can also force a
+particular backend. This is part of the JAX trace context: otherwise a function traced under one backend could
+be reused under another.
 """
 
 import contextlib
@@ -22,28 +22,24 @@ from .multilinear import is_spread, vary_alike
 
 Backend = Literal["reference", "native", "gpu", "tpu"]
 
-# This is part of the JAX trace context, and therefore of its cache keys, so that forcing another backend
-# retraces.
+# Part of the JAX trace context, and so of its cache keys: forcing another backend retraces.
 _forced = jax.make_user_context(default_value=None)
 
 _USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
-    """The warning that is emitted if an operation isn't supported by the requested backend.
-
-    We then use another backend instead.
-    """
+    """Emitted if the requested backend doesn't support an operation. Another backend is used instead."""
 
 
 class Choice(NamedTuple):
-    """The backend that has been selected for an operation.
+    """The backend selected for an operation.
 
     **Attributes:**
 
     - `backend`: `"reference"`, `"native"`, `"gpu"` or `"tpu"`.
     - `reason`: how the operation runs there, and why it doesn't run on another backend.
-    - `run`: a function that computes the operation from its operands and parameters.
+    - `run`: computes the operation from its operands and parameters.
     """
 
     backend: Backend
@@ -53,11 +49,11 @@ class Choice(NamedTuple):
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Runs every kernel inside this context on the backend `name`, provided that it supports the operation.
+    """Runs every kernel inside this context on the backend `name`, if it supports the operation.
 
-    This is useful for e.g. testing. Backends for other platforms are interpreted if possible. For example,
-    using `"tpu"` on a CPU runs the TPU kernels in Pallas's interpret mode, which is slow. If the backend
-    doesn't support an operation, then we fall back to the next best one and emit a `KernelFallbackWarning`.
+    This is useful for e.g. testing. Backends for other platforms are interpreted if possible: `"tpu"` on a
+    CPU runs the TPU kernels in Pallas's (slow) interpret mode. Unsupported operations fall back to the next
+    best backend, with a `KernelFallbackWarning`.
 
     !!! example
 
@@ -86,17 +82,17 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def requested() -> Backend | None:
-    """Returns the name that was passed to the innermost `backend` context, if there is one."""
+    """Returns the name passed to the innermost `backend` context, if any."""
     return _forced.value
 
 
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
-    """Returns the backend that would run a kernel primitive on the given operands, along with the reason why.
+    """Returns the backend for a kernel primitive on the given operands, along with the reason why.
 
     **Arguments:**
 
     - `primitive`: a kernel primitive: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
-    - `operands`: the primitive's inputs. Can be arrays, or anything else with a shape and a dtype.
+    - `operands`: the primitive's inputs: arrays, or anything else with a shape and a dtype.
     - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the default device's platform.
     - `params`: the primitive's parameters.
 
@@ -125,16 +121,15 @@ def kernel_primitive(
     **Arguments:**
 
     - `choose`: a function `choose(platform, *operands, backend, partitioned, **params) -> Choice`. Here
-        `partitioned` indicates that XLA will partition the program across devices.
-    - `reference`: computes the operation on any platform. Any rules that are not given are derived from this.
-    - `result`: a function `result(*leaves, **params)` that returns the output's shape and dtype. If `None`,
-        we obtain these by tracing the reference, which is slower.
-    - `partitioning`: a function `partitioning(*operands, **params)` that returns how to partition the
-        operation, so that every device runs the kernel on its own shard. It should return `None` if this
-        isn't possible.
-    - `local`: a function `local(*operands, **params)` that returns the parameters for a single device, given
-        its shards of the operands.
-    - `rules`: hand-written rules, which are passed on to `define_primitive`.
+        `partitioned` says whether XLA will partition the program across devices.
+    - `reference`: computes the operation on any platform. Any rules not given are derived from this.
+    - `result`: `result(*leaves, **params)` returns the output's shape and dtype. If `None`, these are
+        obtained by tracing the reference, which is slower.
+    - `partitioning`: `partitioning(*operands, **params)` returns how to partition the operation, with every
+        device running the kernel on its own shard. It should return `None` if this isn't possible.
+    - `local`: `local(*operands, **params)` returns the parameters for a single device, given its shards of
+        the operands.
+    - `rules`: hand-written rules, passed on to `define_primitive`.
     """
 
     def impl(*operands: Any, backend: Backend | None, **params: Any) -> jax.Array:
@@ -158,10 +153,10 @@ def kernel_primitive(
         params = primitive.plain_params(params)
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
-            params["backend"] = "reference"  # The native library might not be installed on other machines.
+            params["backend"] = "reference"  # The native library may not be installed on other machines.
         partitioned = is_partitioned(context)
         run = functools.partial(run_on, platform, partitioned)
-        # If the reference was explicitly requested, then leave it as plain JAX, so that it can be exported.
+        # Leave an explicitly requested reference as plain JAX, so that it can be exported.
         divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
@@ -182,9 +177,9 @@ def kernel_primitive(
 
 
 def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.ShapeDtypeStruct]) -> None:
-    """Uses `result` as the abstract evaluation rule if shapes and dtypes are all that it depends on.
+    """Uses `result` as the abstract evaluation rule if this only depends on shapes and dtypes.
 
-    In this way, we don't need to trace the reference whenever the primitive is bound.
+    This avoids tracing the reference whenever the primitive is bound.
     """
     traced: Any = primitive.abstract_eval
 
@@ -223,10 +218,10 @@ def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
 
 
 def _ask_for_devices(primitive: DefinedPrimitive) -> None:
-    """Makes JAX resolve the devices (and the mesh) before lowering, because `custom_partitioning` needs them.
+    """Makes JAX resolve devices (and the mesh) before lowering, because `custom_partitioning` needs them.
 
-    We can't do so whilst lowering for devices that aren't available, because JAX would raise an error. Note
-    that if a program has already been traced in this way, then it is left to XLA to partition it.
+    Not whilst lowering for unavailable devices: JAX would raise an error. A program already traced in this
+    way is left to XLA to partition.
     """
     elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
@@ -237,14 +232,14 @@ def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
-    if isinstance(axes, mlir.SPMDAxisContext):  # This is a `shard_map`, which can leave some axes automatic.
+    if isinstance(axes, mlir.SPMDAxisContext):  # A `shard_map`, which can leave some axes automatic.
         manual = {*axes.manual_axes, *axes.mesh.manual_axes}
         return any(size != 1 for axis, size in axes.mesh.shape.items() if axis not in manual)
     return False
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Binds a kernel primitive with the requested backend. This also records the choice for `explain`."""
+    """Binds a kernel primitive with the requested backend, and records the choice for `explain`."""
     params["backend"] = _forced.value
     if recording.active() is not None:
         choice = chosen_backend(primitive, *operands, **params)
@@ -262,8 +257,7 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
-    # The types of the operands are explicitly sharded, so we bind the primitive inside a `shard_map`, which
-    # runs it once per shard.
+    # The operands' types are explicitly sharded, so bind the primitive inside a `shard_map`, once per shard.
     return rule.apply_to_types(part)(*leaves)[0]
 
 
@@ -276,15 +270,15 @@ def first_choice(
     partitioned: bool,
     **params: Any,
 ) -> Choice:
-    """Selects a kernel for the platform if there is one, or otherwise the reference.
+    """Selects the platform's kernel if there is one, or otherwise the reference.
 
     **Arguments:**
 
-    - `kernels`: for each backend, a function `choose(platform, *operands, partitioned, **params)`. This
-        should return either its choice or the reason why it doesn't support the operation.
+    - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)` returns either its
+        choice or why it doesn't support the operation.
     """
     asked = _asked(platform, forced)
-    # Exported programs can have symbolic dimensions, for which we can't compile kernels.
+    # Exported programs can have symbolic dimensions, for which kernels can't be compiled.
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return Choice("reference", "a kernel is made for shapes that are known; one is left open", reference)
@@ -297,7 +291,7 @@ def first_choice(
 
 
 def device_platform() -> str:
-    """Returns the default device's platform, which is `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
+    """Returns the default device's platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
 
     (In JAX, `Device.platform` doesn't distinguish between different kinds of GPU.)
     """
@@ -317,27 +311,26 @@ PARTITIONED = (
 )
 
 
-# For compute capability 12.0, Mosaic GPU emits PTX for sm_120a but then tries to assemble it for sm_120,
-# which is an error. (This is as of JAX 0.11.2.)
+# For compute capability 12.0, Mosaic GPU emits PTX for sm_120a but fails to assemble it for sm_120, as of JAX
+# 0.11.2.
 _NEWEST = 10
 
 
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
-    """Returns the reason why a Mosaic GPU kernel can't be compiled, or `None` if it can.
+    """Returns why a Mosaic GPU kernel can't be compiled, or `None` if it can.
 
     **Arguments:**
 
-    - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which
-        Mosaic GPU's output can be assembled.
+    - `lowest`: the lowest compute capability supported by the kernel.
+    - `newest`: the highest major version supported by the kernel. Defaults to the highest for which Mosaic
+        GPU's output can be assembled.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     missing, looks_at_device = _mosaic_gpu()
     if missing is not None:
         return missing
-    # If there isn't a GPU then we must be lowering for another machine, which might be described by an
-    # abstract device.
+    # Without a GPU, we must be lowering for another machine, possibly described by an abstract device.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
@@ -354,8 +347,8 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
 def _mosaic_gpu() -> tuple[str | None, bool]:
     """Returns what this version of Mosaic GPU lacks (if anything), and whether it checks its target device.
 
-    In JAX 0.10 it doesn't perform this check. Instead, every kernel elects a thread using an instruction that
-    only exists on Hopper and newer devices.
+    In JAX 0.10 it doesn't: every kernel elects a thread using an instruction only found on Hopper and newer
+    devices.
     """
     try:
         import jax.experimental.mosaic.gpu.utils as mosaic_utils
@@ -369,9 +362,9 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Returns the reason why TPU kernels can't run on a platform, or `None` if they can.
+    """Returns why TPU kernels can't run on a platform, or `None` if they can.
 
-    Note that on CPUs they are interpreted.
+    On CPUs they are interpreted.
     """
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"

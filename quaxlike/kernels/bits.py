@@ -1,7 +1,6 @@
-"""Codes of 2 to 8 bits, which are packed as a little-endian stream.
+"""Codes of 2 to 8 bits, packed as a little-endian stream.
 
-That is, code `j` is stored in bits `b·j … b·j + b - 1`. Note that this means that a code can straddle two
-bytes.
+That is, code `j` is stored in bits `b·j … b·j + b - 1`, and so can straddle two bytes.
 """
 
 import math
@@ -12,7 +11,7 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """Returns the smallest number of codes that fill whole bytes. For 4 bits, this is 2."""
+    """Returns the smallest number of codes filling whole bytes. For 4 bits, this is 2."""
     return math.lcm(8, bits) // bits
 
 
@@ -22,10 +21,10 @@ def num_bytes(codes: int, bits: int) -> int:
 
 
 def planes(packed: Any, bits: int) -> list[Any]:
-    """Unpacks the last axis into `stride` planes, which are codes 0, stride, …; codes 1, stride + 1, …
+    """Unpacks the last axis into `stride` planes: codes 0, stride, …; codes 1, stride + 1, …; and so on.
 
-    We don't interleave the planes, because this would be as expensive as unpacking the codes themselves. In
-    many cases this isn't needed. For example, a matrix product can be computed for each plane separately.
+    Interleaving the planes would be as expensive as unpacking the codes themselves, and often isn't needed.
+    For example, a matrix product can be computed for each plane separately.
 
     **Arguments:**
 
@@ -41,7 +40,7 @@ def planes(packed: Any, bits: int) -> list[Any]:
     if missing := -packed.shape[-1] % unit:
         xp: Any = np if isinstance(packed, np.ndarray) else jnp
         packed = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
-    # Byte `i` of every unit contains codes at the same offsets, so we can shift a whole plane at a time.
+    # Byte `i` of every unit contains codes at the same offsets, so shift a whole plane at a time.
     parts = [packed[..., i::unit] for i in range(unit)] if unit > 1 else [packed]
     mask, out = np.uint8(2**bits - 1), []
     for j in range(stride):
@@ -75,7 +74,7 @@ def pack(codes: Any, bits: int) -> Any:
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = codes[..., j::stride]
-        # This discards any bits that don't fit into the byte. We store these in the next byte below.
+        # This discards any bits not fitting into the byte. These are stored in the next byte below.
         low = code << np.uint8(shift)
         out[i] = low if out[i] is None else out[i] | low
         if shift + bits > 8:

@@ -1,9 +1,8 @@
-"""Block-wise quantisation and dequantisation, with results that are bitwise identical to bitsandbytes.
+"""Block-wise quantisation and dequantisation, bitwise identical to bitsandbytes.
 
-The value and threshold tables are precomputed once using NumPy. We could also compute them with JAX, but then
-a compiler pass might reassociate or contract the arithmetic that determines a code. If we rounded differently
-even once, then our codes would differ from the ones in published checkpoints. As XLA only sees constants, the
-results are the same on every backend.
+The value and threshold tables are precomputed once using NumPy. With JAX, a compiler pass could reassociate
+or contract the arithmetic determining a code, and rounding differently just once would make our codes differ
+from published checkpoints. XLA only sees constants, so results are the same on every backend.
 """
 
 import functools
@@ -23,7 +22,7 @@ FloatArray = Float32[np.ndarray, "_"]
 
 def _frozen(values: object) -> FloatArray:
     array = np.asarray(values, np.float32)
-    array.flags.writeable = False  # This is because these arrays are cached and shared.
+    array.flags.writeable = False  # These arrays are cached and shared.
     return array
 
 
@@ -56,8 +55,8 @@ INT4: FloatArray = _frozen(np.arange(16) - 8)
 def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.ndarray, "_"]]:
     """Returns `bounds` and `codes`, so that the entry nearest to `v` has code `codes[(v > bounds).sum()]`.
 
-    Ties are broken towards the smaller value. Note that FP4 has two zeros. The first is used for values up to
-    and including zero, and the second one is used for values above zero.
+    Ties are broken towards the smaller value. FP4 has two zeros: the first for values up to and including
+    zero, the second for values above zero.
     """
     values = np.asarray(codebook, np.float32)
     order = np.argsort(values, kind="stable")
@@ -69,10 +68,9 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 def dynamic_map() -> FloatArray:
     """Returns the 256 values of the signed 8-bit dynamic data type, in ascending order.
 
-    The values span seven decades. Within each decade they are linearly spaced, with twice as many steps as in
-    the decade below it. As a result, small values are represented with a small absolute error, whereas the
-    relative error is smallest for large values. Source: Dettmers et al., <https://arxiv.org/abs/1511.04561>
-    and <https://arxiv.org/abs/2110.02861>.
+    The values span seven decades, each linearly spaced with twice as many steps as the decade below. As a
+    result, the absolute error is small for small values, and the relative error is smallest for large ones.
+    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and <https://arxiv.org/abs/2110.02861>.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -84,10 +82,10 @@ def dynamic_map() -> FloatArray:
 
 
 def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
-    """Replicates `torch.linspace` in float32, which was used to generate the published table.
+    """Replicates `torch.linspace` in float32, as used to generate the published table.
 
     PyTorch fills the first half starting from `start` and the second half starting from `stop`, using a fused
-    multiply-add. To obtain the same rounding, we compute the product in float64, in which it is exact.
+    multiply-add. To obtain the same rounding, the product is computed in float64, where it is exact.
     """
     step = np.float64((stop - start) / np.float32(n - 1))
     i = np.arange(n)
@@ -98,10 +96,10 @@ def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
 def dynamic_bounds() -> FloatArray:
     """Returns thresholds for which the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
 
-    In bitsandbytes, the code is looked up in a table with 65,536 equally sized bins. Close to zero, a bin
-    spans several codes, so the resulting code isn't always the nearest one, and we need to reproduce this.
-    Fortunately, the map from value to bin to code is monotone. This means that we can represent it by
-    thresholds alone, without needing either the table or the arithmetic that determines a bin.
+    bitsandbytes looks up the code in a table with 65,536 equally sized bins. Close to zero, a bin spans
+    several codes, so the resulting code isn't always the nearest one, and we need to reproduce this.
+    Fortunately, the map from value to bin to code is monotone: thresholds alone can represent it, without the
+    table or the arithmetic determining a bin.
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
@@ -117,14 +115,14 @@ def dynamic_bounds() -> FloatArray:
 
 
 def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: int) -> FloatArray:
-    """Returns the smallest float32 in (-1, 1] that satisfies each of `n` monotone predicates.
+    """Returns the smallest float32 in (-1, 1] satisfying each of `n` monotone predicates.
 
-    This uses bisection over the bit patterns of floats.
+    Uses bisection over the bit patterns of floats.
     """
 
     def to_float(key: Int[np.ndarray, "_"]) -> FloatArray:
-        # Each integer consists of the bits of the magnitude along with the sign of the float, so the integers
-        # are ordered in the same way as the floats.
+        # Each integer has the float's sign and the bits of its magnitude, so integers are ordered like
+        # floats.
         return np.copysign(np.abs(key).astype(np.int32).view(np.float32), key).astype(np.float32)
 
     one = np.int64(np.float32(1).view(np.int32))
@@ -141,9 +139,8 @@ NESTED_BLOCK = 256
 
 _SMALLEST, _LARGEST = 32, 4096
 
-# The lower bound that bitsandbytes places on an absmax. Note that this is a subnormal number, which XLA is
-# free to flush to zero in floating-point arithmetic. It is therefore fine to select it using `jnp.where`, but
-# we must not compute with it.
+# bitsandbytes's lower bound on an absmax. XLA may flush this subnormal number to zero in arithmetic, so it
+# can be selected using `jnp.where`, but not computed with.
 _TINY = np.float32(1e-38)
 
 
@@ -168,12 +165,12 @@ def quantize_codebook(
     """Quantises an array to 4-bit codes, scaling each block by its largest magnitude.
 
     The array is flattened in row-major order and split into blocks, the last of which can be partial. Each
-    byte packs two codes, with the first one in the high nibble. For an odd number of elements, we pad with
-    the code for zero. Subnormal values are treated as zero, as is usual in XLA.
+    byte packs two codes, the first in the high nibble. An odd number of elements is padded with the code for
+    zero. Subnormal values are treated as zero, as is usual in XLA.
 
     **Arguments:**
 
-    - `x`: an array of any shape and floating dtype. The computation is performed in float32.
+    - `x`: an array of any shape and floating dtype. Computed in float32.
     - `codebook`: 16 float32 values in [-1, 1].
     - `block_size`: a power of two from 32 to 4096.
 
@@ -194,7 +191,7 @@ def _quantize(
     normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:
         # Unlike for all other blocks, bitsandbytes divides by the (clamped) scale here, rather than
-        # multiplying by its reciprocal. This can round differently.
+        # multiplying by its reciprocal, which can round differently.
         tail = flat[whole:]
         tail_absmax = _floor(_absmax(tail[None]))
         absmax = jnp.concatenate([absmax, tail_absmax])
@@ -212,8 +209,8 @@ def quantize_scales(
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
     """Quantises block scales ("double quantisation"), from 32 bits to 8 bits each.
 
-    We subtract the mean scale, normalise blocks of 256 by their largest magnitude, and then encode these
-    using the signed dynamic 8-bit map. This matches the CPU implementation in bitsandbytes.
+    Subtracts the mean scale, normalises blocks of 256 by their largest magnitude, then encodes these using
+    the signed dynamic 8-bit map. This matches the CPU implementation in bitsandbytes.
 
     **Returns:** the codes, the second-level scales, and the mean.
     """
@@ -236,12 +233,12 @@ def quantize_int(
 
     **Arguments:**
 
-    - `x`: an array of any floating dtype. The computation is performed in float32.
-    - `largest`: the integer that represents a block's largest magnitude, e.g. 127 for int8.
-    - `block_size`: the number of elements that share a scale; a row's last block can be partial. If `None`,
-        then there is a single scale per row.
+    - `x`: an array of any floating dtype. Computed in float32.
+    - `largest`: the integer representing a block's largest magnitude, e.g. 127 for int8.
+    - `block_size`: the number of elements sharing a scale; a row's last block can be partial. If `None`,
+        there is a single scale per row.
 
-    **Returns:** the integers, and the scales `absmax / largest`, so that value = integer · scale.
+    **Returns:** the integers, and the scales `absmax / largest`, with value = integer · scale.
     """
     x = jnp.asarray(x).astype(jnp.float32)
     n = x.shape[-1]
@@ -263,7 +260,7 @@ def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:
 
 
 def _reciprocal(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Computes 1 / absmax, using 1e38 if absmax is too small to be divided by."""
+    """Computes 1 / absmax, using 1e38 if absmax is too small to divide by."""
     tiny = absmax < np.finfo(np.float32).tiny
     return jnp.where(tiny, np.float32(1e38), 1 / jnp.where(tiny, np.float32(1), absmax))
 
@@ -275,7 +272,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
     """Returns the codes of the nearest entries.
 
-    We do this by summing comparisons, because XLA is able to fuse these into a single pass.
+    Sums comparisons, which XLA can fuse into a single pass.
     """
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
@@ -319,15 +316,14 @@ def dequantize_scales(
 
     **Arguments:**
 
-    - `quant_map`: the 256 values that codes represent. Defaults to the dynamic map.
+    - `quant_map`: the 256 values of the codes. Defaults to the dynamic map.
     """
     codes = jnp.asarray(codes)
     table = jnp.asarray(dynamic_map() if quant_map is None else quant_map)
     blocks = pad_to_blocks(table[codes], NESTED_BLOCK)
     scaled = blocks * jnp.asarray(nested)[:, None]
-    # The clamp is the identity on all finite values, so it might look like it's not needed. However, without
-    # it LLVM could contract the multiplication and the addition into a fused multiply-add. This only rounds
-    # once, which wouldn't match the reference.
+    # This clamp is the identity on all finite values. Without it, LLVM could contract the multiplication and
+    # the addition into a fused multiply-add, which rounds just once and so wouldn't match the reference.
     largest = np.finfo(np.float32).max
     scaled = lax.clamp(-largest, scaled, largest)
     return scaled.reshape(-1)[: codes.size] + offset

@@ -1,7 +1,7 @@
-"""Products of codes with codes, for which we round activations to 8 bits, and XLA then multiplies the codes.
+"""Products of codes with codes: activations are rounded to 8 bits, and XLA multiplies the codes.
 
-Importantly, accumulating int8 products in int32 is only exact up to a certain length. We need to check for
-this, because if the sum overflowed then we would silently return the wrong result.
+Accumulating int8 products in int32 is only exact up to a certain length. This must be checked: an overflow
+would silently give the wrong result.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-#: For each kind of activations, this is the dtype of the codes, the largest code, and the accumulator dtype.
+#: The codes' dtype, the largest code, and the accumulator dtype for each kind of activations.
 ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
     "int8": (jnp.int8, 127.0, jnp.int32),
     "fp8": (jnp.float8_e4m3fn, 448.0, jnp.float32),
@@ -26,8 +26,8 @@ def rounded_rows(
 ) -> tuple[Array, Float32[Array, "*batch 1"]]:
     """Rounds rows to codes, with one scale per row.
 
-    The largest code represents the largest magnitude in the row. Alternatively, if `limit` is given, then the
-    largest code represents this limit for every row, and any larger values are clipped.
+    The largest code represents the largest magnitude in the row. If `limit` is given, it represents this
+    limit for every row instead, and any larger values are clipped.
     """
     dtype, largest, _ = ACTIVATIONS[activations]
     x = x.astype(jnp.float32)
@@ -59,12 +59,12 @@ def code_matmul(
     - `scale`: has shape `(N, groups)`, with one scale for every code group in a row. All groups must have the
         same length.
     - `activations`: how to round `x`, and how to interpret the codes: a key of `ACTIVATIONS`.
-    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We differentiate this
-        rather than the actual function, i.e. we use straight-through estimation for the rounding.
-    - `limit`: the magnitude of `x` that the largest code represents. Defaults to the largest magnitude in
-        each row.
-    - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes. To
-        do so, we round each row of `y`'s cotangent. This only supports reverse-mode autodifferentiation.
+    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. This is differentiated
+        rather than the actual function, i.e. with straight-through estimation for the rounding.
+    - `limit`: the magnitude of `x` represented by the largest code. Defaults to the largest magnitude in each
+        row.
+    - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes,
+        rounding each row of `y`'s cotangent. This only supports reverse-mode autodifferentiation.
 
     **Raises:** `ValueError` if a group has too many integers to be accumulated in int32.
     """
@@ -101,7 +101,7 @@ def code_matmul(
         }  # Typically this excludes the scale, which is a constant.
 
         def unrounded(*varying: Array) -> Array:
-            # Only differentiate with respect to operands that are actually perturbed.
+            # Only differentiate with respect to perturbed operands.
             own = dict(enumerate(primals)) | dict(zip(known, varying, strict=True))
             return derivative(own[0], codes, own[2]).astype(jnp.float32)
 
@@ -109,8 +109,7 @@ def code_matmul(
         return product(x, codes, scale), dot
 
     def forwards(x: Any, codes: Any, scale: Any) -> tuple[Array, Any]:
-        # We only need the activations for the cotangent of the scale. In all other cases, don't save them for
-        # the backward pass.
+        # Only the scale's cotangent needs the activations. Otherwise don't save them for the backward pass.
         kept = x.value if scale.perturbed else None
         y = product(x.value, codes.value, scale.value)
         return y, (kept, codes.value, scale.value)
@@ -125,8 +124,8 @@ def code_matmul(
 
         of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
         factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
-        # For this product, the scales vary along the contracted axis. This means that we can't apply them to
-        # the result, but have to do so before rounding.
+        # For this product, the scales vary along the contracted axis. So they apply before rounding, rather
+        # than to the result.
         each, of_row = rounded_rows(cotangent[None] * factor, activations)
         weight = jnp.moveaxis(lax.bitcast_convert_type(codes, dtype).reshape(n, groups, -1), 1, 0)
         dims = (((each.ndim - 1,), (1,)), ((0,), (0,)))
@@ -134,7 +133,7 @@ def code_matmul(
         return jnp.moveaxis(of_x, 0, -2).reshape(x.shape).astype(x.dtype), None, of_scale
 
     if rounds_gradients:
-        # Only use `custom_vjp` if we have to, as it doesn't support forward mode.
+        # Only use `custom_vjp` if needed: it doesn't support forward mode.
         by_codes = jax.custom_vjp(product)
         by_codes.defvjp(forwards, backwards, symbolic_zeros=True)
         return by_codes(x, codes, scale)

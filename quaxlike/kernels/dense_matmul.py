@@ -1,8 +1,7 @@
 """Products of a few rows with dense arrays, for which XLA's CPU compiler generates slow code.
 
-We use a primitive for this, so that we can decide how to compute a product when it is lowered. It is only
-then that we know the total number of rows, as `jax.vmap` might add further rows. The results match XLA's up
-to rounding.
+This uses a primitive, to decide how to compute a product when lowering. Only then is the total number of rows
+known, because `jax.vmap` may add further rows. The results match XLA's up to rounding.
 """
 
 import functools
@@ -22,29 +21,28 @@ from .backends import is_partitioned, requested
 from .multilinear import is_spread, map_rows, sum_tangents, vary_alike
 from .native.library import Library, library
 
-# The number of rows up to which the native product (using all cores) is faster than XLA's.
+# Up to this many rows, the native product (using all cores) is faster than XLA's.
 _MOST_ROWS = {"float32": 16, "bfloat16": 8}
-# The number of rows up to which the transposed product `w @ x.T` is faster with XLA's CPU compiler.
+# Up to this many rows, the transposed product `w @ x.T` is faster with XLA's CPU compiler.
 _MOST_TRANSPOSED = 64
 
 
 def dense_matmul(
     x: Float[Array, "... k"], w: Float[Array, "n k"], *, weight_first: bool = False
 ) -> Float[Array, "... n"]:
-    """Computes `x @ w.T`, which is differentiable with respect to both operands.
+    """Computes `x @ w.T`, differentiable with respect to both operands.
 
-    On CPUs, products of a few rows use the native library if it is available, because this reads the weight
-    just once and at memory bandwidth. If it isn't available and there is a single bfloat16 row, then we
-    convert to float32 whilst reading the weight, because XLA would convert it all beforehand. Other dtypes
-    and platforms simply use `lax.dot_general`.
+    On CPUs, products of a few rows use the native library if available, reading the weight just once and at
+    memory bandwidth. Without it, a single bfloat16 row converts the weight to float32 whilst reading it: XLA
+    would convert it all beforehand. Other dtypes and platforms simply use `lax.dot_general`.
 
     **Arguments:**
 
     - `weight_first`: whether this was originally `w` times `x`. This doesn't affect the result, but matters
-        for interpreters that depend on operand order.
+        to interpreters depending on operand order.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
-    # If the operands are sharded, or if the user has requested a precision, then leave the product to XLA.
+    # With sharded operands or a requested precision, leave the product to XLA.
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
         return _plain(x, w, weight_first=weight_first)
     return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first, transposed=False)
@@ -63,18 +61,15 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def _is_weight(w: Array, x: Array) -> bool:
-    """Returns whether `w` is a matrix that is at least as large as `x`.
-
-    Note that the size of `x` might be symbolic when exporting, in which case we assume that this is true.
-    """
+    """Returns whether `w` is a matrix at least as large as `x`. Any symbolic `x` counts as smaller."""
     return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
     """Computes `x @ w` for stacks of matrices, such as the queries and keys for every head.
 
-    The result is in float32 and is differentiable with respect to both operands. On CPUs, we use the native
-    library if it is available, which multiplies whilst reading each matrix's rows.
+    The result is in float32 and is differentiable with respect to both operands. On CPUs, the native library
+    (if available) multiplies whilst reading each matrix's rows.
     """
     return stacked_matmul_p(*vary_alike((x, w)))
 
@@ -95,7 +90,7 @@ def _on_cpu(x: Array, w: Array, *, weight_first: bool = False, transposed: bool 
     rows = math.prod(x.shape[:-1])
     if transposed or not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return plain(x, w, transposed=transposed).astype(x.dtype)
-    if rows > 1:  # We need a barrier, because otherwise XLA would rewrite this to `x @ w.T`.
+    if rows > 1:  # Without this barrier, XLA would rewrite this to `x @ w.T`.
         y = lax.optimization_barrier(plain(w, x.reshape(rows, -1)).astype(x.dtype)).T
     elif x.dtype == jnp.bfloat16:
         y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
@@ -117,9 +112,8 @@ def _native(x: Array, w: Array, *, weight_first: bool = False, transposed: bool 
 def _lower_on_cpu(
     native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any, **params: Any
 ) -> Any:
-    # We can't use the library if the program will be exported, because the library might not be available on
-    # the machine that runs it. We also can't use it if the program is partitioned, because XLA can't
-    # partition a call.
+    # An exported program may run on a machine without the library. In a partitioned program, XLA can't
+    # partition a call to it.
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)

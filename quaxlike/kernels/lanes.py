@@ -1,12 +1,11 @@
-"""A small embedded language for writing per-thread GPU programs, which emits MLIR.
+"""A small embedded language for per-thread GPU programs, emitting MLIR.
 
-Usually we would write kernels in terms of arrays. However, this gets in the way when data must be kept in
-registers, in exactly the layout that a particular instruction expects. For this purpose, Mosaic GPU allows
-for writing code directly as MLIR (using `inline_mgpu`), and this module makes doing so readable. Note that it
-should only be imported whilst tracing a kernel.
+Usually kernels are written in terms of arrays. This gets in the way when data must be kept in registers, in
+exactly the layout expected by an instruction. For this purpose, Mosaic GPU accepts code written directly as
+MLIR (using `inline_mgpu`), and this module makes it readable. Only import it whilst tracing a kernel.
 
-A `Reg` represents a value in every thread, and all Python control flow happens at trace time. In particular,
-a Python `if` on a `Reg` would select the same branch for all threads. Use `select` or `when` instead.
+A `Reg` represents a value in every thread, and all Python control flow happens at trace time. A Python `if`
+on a `Reg` would select the same branch for all threads: use `select` or `when` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 def _types() -> dict[str, ir.Type]:
     return {
-        # Note that MLIR integers are signless. We always use unsigned operations on them.
+        # MLIR integers are signless. Operations on them are always unsigned.
         "u1": ir.IntegerType.get_signless(1),
         "u8": ir.IntegerType.get_signless(8),
         "u16": ir.IntegerType.get_signless(16),
@@ -87,7 +86,7 @@ def _like(reg: Reg, other: Reg | int | float) -> Reg:
 
 
 def number(value: int | float, dtype: str) -> Reg:
-    """Returns a constant, which has the same value in every thread."""
+    """Returns a constant, the same in every thread."""
     return Reg(utils.c(value, _types()[dtype]))
 
 
@@ -101,7 +100,7 @@ def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
 
 def fma(a: Reg, b: Reg, c: Reg) -> Reg:
     """Computes `a * b + c` in floating point, with a single rounding."""
-    # We need an explicit instruction for this, because it isn't specified whether LLVM contracts `a * b + c`.
+    # Whether LLVM contracts `a * b + c` isn't specified, so use an explicit instruction.
     return Reg(llvm.intr_fma(a.value, b.value, c.value))
 
 
@@ -186,18 +185,18 @@ class MemoryRegion:
     def copy_to(self, offset: Reg, shared: "MemoryRegion", at: Reg, size: int, present: Reg) -> None:
         """Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory.
 
-        If not `present`, then the destination is filled with zeros instead. Both offsets must be multiples of
-        the size. To wait for the copy to complete, use `commit_copies` and `wait_for_copies`. Note that it is
-        then only visible to this thread, and you need an additional barrier to make it visible to others.
+        If not `present`, the destination is filled with zeros instead. Both offsets must be multiples of the
+        size. To wait for the copy to complete, use `commit_copies` and `wait_for_copies`. It is then only
+        visible to this thread: an additional barrier makes it visible to others.
         """
-        # We want to bypass L1 if possible, but only 16-byte copies can do so.
+        # Bypass L1 if possible, i.e. for 16-byte copies.
         cache = "cg" if size == 16 else "ca"
         read = select(present, number(size, "u32"), 0)
         operands = [(shared.address(at).value, "r"), (self._at(offset), "l"), (read.value, "r")]
         _effect(f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;", operands)
 
     def address(self, offset: Reg) -> Reg:
-        """Returns the 32-bit address in shared memory that corresponds to an offset."""
+        """Returns the 32-bit address of an offset in shared memory."""
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:
@@ -240,7 +239,7 @@ def _effect(ptx: str, operands: Sequence[tuple[Any, str]] = ()) -> None:
 
 
 def commit_copies() -> None:
-    """Groups together all copies that this thread has started since it last committed a group."""
+    """Groups together all copies started by this thread since it last committed a group."""
     _effect("cp.async.commit_group;")
 
 
@@ -278,7 +277,7 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
     """Emits `for step in range(steps): carry = body(step, carry)`."""
     bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
-    # We could also unroll the loop in Python, but then the size of the program would depend on the shapes.
+    # If unrolled in Python, the size of the program would depend on the shapes.
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
         out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])
@@ -287,7 +286,7 @@ def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], li
 
 
 def when(condition: Reg, body: Callable[[], None]) -> None:
-    """Emits `body`, which is only executed by threads for which the condition holds."""
+    """Emits `body`, executed only by threads for which the condition holds."""
     if_op = scf.IfOp(condition.value)
     with ir.InsertionPoint(if_op.then_block):
         body()
@@ -297,7 +296,7 @@ def when(condition: Reg, body: Callable[[], None]) -> None:
 def kernel(
     emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
 ) -> Callable[..., jax.Array]:
-    """Wraps the program that `emit` emits as a function of arrays.
+    """Wraps the program emitted by `emit` as a function of arrays.
 
     `emit` is called with references to the operands and the result in global memory, and then to
     `shared_words` words in shared memory.
@@ -316,7 +315,7 @@ def kernel(
         body,
         out_type=out,
         scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
-        grid=(blocks,),  # This is one-dimensional, as programs derive their tiles from the index.
+        grid=(blocks,),  # One-dimensional: programs derive their tiles from the index.
         grid_names=("block",),
         num_threads=threads // 128,  # in warpgroups
         thread_name="warpgroup",

@@ -1,4 +1,4 @@
-"""Helpers for multilinear operations, such as for accumulator dtypes, derivatives, batching and mesh axes."""
+"""Helpers for multilinear operations: accumulator dtypes, derivatives, batching and mesh axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,15 +17,15 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype in which to accumulate products, which is float32 for everything except float64."""
+    """Returns the dtype for accumulating products: float32 for everything except float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
-    """Returns the precision with which to compute a product in this dtype.
+    """Returns the precision for computing a product in this dtype.
 
-    By default, GPUs and TPUs round float32 operands to TensorFloat32 or bfloat16. This would make our results
-    much less accurate than the dtype suggests, so we only do so if it has been requested by setting
+    By default, GPUs and TPUs round float32 operands to TensorFloat32 or bfloat16. This makes results much
+    less accurate than the dtype suggests, so we only allow it if requested by setting
     `jax.default_matmul_precision`.
     """
     wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
@@ -39,10 +39,10 @@ def vary_alike(operands: _Tree) -> _Tree:
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Returns zeros that vary over the same mesh axes as any of the operands, inside `shard_map`.
+    """Returns zeros varying over the same mesh axes as any of the operands, inside `shard_map`.
 
-    This is used to initialise the accumulator when looping over products of these operands. (With ordinary
-    zeros, the loop would fail because its carry changes type.)
+    These initialise the accumulator when looping over products of the operands. (With ordinary zeros, the
+    loop would fail because its carry changes type.)
     """
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
@@ -69,8 +69,8 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
     (summed, y_summed), (batch, y_batch) = dimension_numbers
     x_names, y_names = [f"x{i}" for i in range(x.ndim)], [f"y{i}" for i in range(y.ndim)]
     for i, j in zip((*summed, *batch), (*y_summed, *y_batch), strict=True):
-        # Using the same name means that both axes must be sharded identically. If they weren't, then JAX
-        # would raise an error that asks for `out_sharding`.
+        # Using the same name means that both axes must be sharded identically. Otherwise JAX raises an error
+        # asking for `out_sharding`.
         y_names[j] = x_names[i]
     sums = tuple(x_names[i] for i in summed)
     kept = [x_names[i] for i in batch]
@@ -91,12 +91,11 @@ def nonzero(tangent: Any) -> bool:
 def sum_tangents(
     p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], params: Mapping[str, Any]
 ) -> Any:
-    """Computes the tangent of a primitive that is linear in each operand that has a tangent."""
+    """Computes the tangent of a primitive linear in each operand with a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
-            # The primitive is only linear in each operand separately, so we can't substitute several tangents
-            # at the same time.
+            # The primitive is linear in each operand separately, so only substitute one tangent at a time.
             term = p(*primals[:i], tangent, *primals[i + 1 :], **params)
             out = term if out is None else out + term
     return out
@@ -113,17 +112,16 @@ def map_rows(
 ) -> tuple[Any, int]:
     """A batching rule for primitives whose operands in `rows` can have arbitrary leading axes.
 
-    If only these operands are batched, then this is the same as adding more rows. On the other hand, batched
-    weights are processed sequentially. In practice, a single weight is enough to keep the device busy, and
-    this means that kernels don't have to support batching.
+    If only these operands are batched, this just adds more rows. Batched weights are processed sequentially:
+    in practice, a single weight is enough to keep the device busy, and kernels don't have to support
+    batching.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]
     leaves, tree = jax.tree.flatten(list(operands))
     leaf_dims = jax.tree.leaves(dims, is_leaf=lambda d: d is None)
     mapped = [d is not None for d in leaf_dims]
     leaves = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, leaf_dims, strict=True)]
-    # If only rows are batched, then make a single call with more rows, because this reads the weight just
-    # once.
+    # If only rows are batched, make a single call with more rows, reading the weight just once.
     if all(row or not m for row, m in zip(is_row, mapped, strict=True)):
         leaves = [
             jnp.broadcast_to(x, (size, *x.shape)) if row and not m else x

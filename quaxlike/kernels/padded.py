@@ -1,7 +1,7 @@
-"""Gathers and scatter-adds that ignore any out-of-bounds indices, which denote padding.
+"""Gathers and scatter-adds ignoring any out-of-bounds indices, which denote padding.
 
-Note that we clamp the indices and mask the values ourselves. (We could instead use the modes "fill" and
-"drop" in JAX, but then `checkify` would report an error for every out-of-bounds index.)
+These clamp the indices and mask the values. (With JAX's modes "fill" and "drop", `checkify` would report an
+error for every out-of-bounds index.)
 """
 
 import functools
@@ -18,18 +18,18 @@ from jaxtyping import Array
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
     """Returns the elements of `y` at some indices, or `fill` for padding.
 
-    The index axes come first in the result, followed by any axes of `y` that aren't indexed.
+    The index axes come first in the result, followed by any unindexed axes of `y`.
 
     **Arguments:**
 
     - `at`: an index for each axis after the batch axes, or `slice(None)`. Trailing axes can be omitted.
-    - `num_batch`: the number of leading batch axes, which are shared by `y` and all indices. Defaults to 0.
+    - `num_batch`: the number of leading batch axes, shared by `y` and all indices. Defaults to 0.
     """
     return _get_at(y, _without_slices(at), fill, num_batch)
 
 
-# Outside `jit`, this means that we compile just one program, instead of one for each operation. Within `jit`,
-# it is inlined.
+# Outside `jit`, this compiles just one program, instead of one for each operation. Within `jit`, it is
+# inlined.
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
@@ -37,7 +37,7 @@ def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
         rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
         return jnp.full((*inside.shape, *rest), fill, y.dtype)
     out = y.at[places].get(mode="promise_in_bounds")
-    # Don't multiply by a mask here, because the element that we read in place of padding might be NaN.
+    # Don't multiply by a mask here: the element read in place of padding may be NaN.
     return jnp.where(_before(inside, out), out, jnp.asarray(fill, out.dtype))
 
 
@@ -52,8 +52,7 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
 @functools.partial(jax.jit, static_argnums=3, inline=True)
 def _add_at(y: Array, at: tuple[Any, ...], values: Array, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
-    # Padding is clamped to index 0. As this is the index of a valid element, we need to add zero to it, so
-    # that it is left unchanged.
+    # Padding is clamped to index 0. This is the index of a valid element, so add zero to leave it unchanged.
     values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
     into = y.at[places]
     return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")
@@ -64,8 +63,7 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Returns clamped indices into all axes of `y`, along with a mask that marks which ones were in bounds
-    already.
+    """Returns clamped indices into all axes of `y`, and a mask of the ones already in bounds.
 
     An index of `None` selects a whole axis.
     """

@@ -1,4 +1,4 @@
-"""`jax.checkpoint` policies that support the products computed by kernels."""
+"""`jax.checkpoint` policies supporting the products computed by kernels."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _PRODUCTS = {*PRODUCTS.values(), lora_matmul_p, block_sparse_matmul_p, csr_matmu
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy that also saves products with quantised, adapted and sparse weights.
 
-    JAX's policy with the same name only saves `dot_general`s. It doesn't recognise products that are computed
-    by our kernels, so these would be recomputed in the backward pass.
+    JAX's policy of the same name only saves `dot_general`s. It doesn't recognise the products computed by our
+    kernels, which would be recomputed in the backward pass.
 
     !!! example
 

@@ -1,8 +1,7 @@
-"""A version of `jax.numpy` that is already quaxified. Typically imported as `import quaxlike.numpy as qnp`.
+"""`jax.numpy`, already quaxified. Typically imported as `import quaxlike.numpy as qnp`.
 
-This has every name in the installed version of `jax.numpy`, including `linalg` and `fft`. Functions are
-quaxified the first time they are accessed, and keep their signature and docstring. Dtypes and constants are
-the same objects as in JAX.
+This has every name in the installed `jax.numpy`, including `linalg` and `fft`. Functions are quaxified on
+first access, and keep their signature and docstring. Dtypes and constants are the same objects as in JAX.
 
 !!! example
 

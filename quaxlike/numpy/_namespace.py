@@ -1,7 +1,7 @@
-"""A mirror of a module, whose functions are quaxified the first time they are accessed.
+"""Mirrors a module, quaxifying its functions on first access.
 
-We look up names in the installed version of JAX rather than listing them here. This means that a new JAX
-release can't make this out of date, and that `import quaxlike.numpy` stays fast.
+Names are looked up in the installed JAX rather than listed here, so a new JAX release can't make this out of
+date, and `import quaxlike.numpy` stays fast.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..core.operators import anywhere
 
-# These functions return another function, which also has to be quaxified.
+# These functions return another function, to be quaxified as well.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
 # These objects in `jax.numpy` create arrays by indexing, rather than by being called.
 _BUILDERS = frozenset(["c_", "r_"])
@@ -28,7 +28,7 @@ def names_of(module: types.ModuleType) -> list[str]:
 
 
 def quaxified(module: types.ModuleType, names: dict[str, Any]) -> Callable[[str], Any]:
-    """Creates a `__getattr__` for a module that mirrors `module`. Results are cached in `names`."""
+    """Creates a `__getattr__` for a module mirroring `module`. Results are cached in `names`."""
     ours = names["__name__"]
 
     def get(name: str) -> Any:
@@ -55,7 +55,7 @@ def _quaxified(name: str, x: Any, ours: str) -> Any:
 
 
 def _named(fn: Any, name: str, ours: str) -> Any:
-    """Sets the name of a function, so that pickle is able to find it."""
+    """Sets a function's name, so that pickle can find it."""
     fn.__module__, fn.__qualname__ = ours, name
     return fn
 
@@ -65,7 +65,7 @@ def _made(x: Any) -> Any:
 
 
 class _UFunc:
-    """A ufunc whose methods (`reduce`, `accumulate`, `at`, ...) are quaxified too."""
+    """A quaxified ufunc, including its methods (`reduce`, `accumulate`, `at`, ...)."""
 
     def __init__(self, ufunc: jnp.ufunc) -> None:
         self._ufunc = ufunc
@@ -89,7 +89,7 @@ class _UFunc:
 
 
 class _Builder:
-    """A quaxified version of `r_` or `c_`."""
+    """`r_` or `c_`, quaxified."""
 
     def __init__(self, builder: Any) -> None:
         self._getitem = anywhere(builder.__getitem__)

@@ -1,4 +1,4 @@
-"""LoRA+, which uses a larger learning rate for adapter parameters that are initialised to zero."""
+"""LoRA+: a larger learning rate for adapter parameters initialised to zero."""
 
 from typing import Any
 
@@ -13,20 +13,19 @@ from ..core.values import replace_fields
 
 @checked
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
-    """Uses a different learning rate for the `b` matrix of each LoRA, by scaling its updates.
+    """Uses a different learning rate for each LoRA's `b` matrix, by scaling its updates.
 
-    The `b` matrix is initialised to zero, and its optimal learning rate is larger than that of the `a`
-    matrix. This means that if both of them use the same learning rate, then `b` learns too slowly in wide
-    layers. You should typically make this the last transformation in a chain. If you write a custom adapter,
-    then list the relevant parameters in its `faster` attribute.
+    The `b` matrix is initialised to zero, and its optimal learning rate is larger than for the `a` matrix:
+    with the same learning rate for both, `b` learns too slowly in wide layers. This should typically be the
+    last transformation in a chain. A custom adapter lists the relevant parameters in its `faster` attribute.
 
     **Arguments:**
 
-    - `ratio`: the learning rate for `b`, relative to that of all other parameters. Defaults to 16.
+    - `ratio`: the learning rate for `b`, relative to all other parameters. Defaults to 16.
 
     **Returns:**
 
-    A gradient transformation. Its `init` raises a `ValueError` if this wouldn't affect any of the trained
+    A gradient transformation. Its `init` raises a `ValueError` if this affects none of the trained
     parameters.
 
     !!! example
@@ -64,9 +63,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Returns whether `x` is an adapter. Note that this might be just the trainable half of a partitioned
-    adapter.
-    """
+    """Returns whether `x` is an adapter, possibly just the trainable half of a partitioned one."""
     return isinstance(x, AdaptedArray)
 
 

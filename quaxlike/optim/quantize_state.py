@@ -1,4 +1,4 @@
-"""`quantize_state`, which keeps the moments of an optimiser quantised in between updates."""
+"""`quantize_state`: keeps an optimiser's moments quantised between updates."""
 
 import dataclasses
 import itertools
@@ -20,15 +20,14 @@ from ..surgery.trees import listing, path_of
 
 Moment = Literal["linear", "root"]
 
-# The fields that contain moments in Optax states. If the name alone would be ambiguous then this is
-# `State.field`.
+# The fields containing moments in Optax states, as `State.field` where the name alone is ambiguous.
 _MOMENTS: dict[str, Moment | None] = {
     **dict.fromkeys(("mu", "trace", "ema", "m", "m1", "m2", "exp_avg"), "linear"),
     **dict.fromkeys(("nu", "nu_max", "n", "v", "v_row", "v_col", "e_g", "e_x", "exp_avg_sq"), "root"),
     **dict.fromkeys(("sum_of_squares", "grad_sum_sq"), "root"),
     "ScaleByAdanState.v": "linear",
     "SophiaState.nu": "linear",
-    # This computes the variance as a difference of moments, which could become negative due to rounding.
+    # This computes the variance as a difference of moments, which rounding can make negative.
     **{f"ScaleByRStdDev{x}State.{moment}": None for x in ("", "WithCount") for moment in ("mu", "nu")},
 }
 
@@ -38,7 +37,7 @@ class QuantizedState(NamedTuple):
 
     **Attributes:**
 
-    - `inner_state`: the state of the inner transformation, whose quantised moments are
+    - `inner_state`: the state of the inner transformation, with quantised moments as
         [`quaxlike.BlockArray`][]s.
     - `key`: the key data for stochastic rounding, or None if this isn't used.
     """
@@ -58,18 +57,16 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Quantises the moments of an optimiser. Each update materialises them and then quantises the new
-    moments.
+    """Quantises an optimiser's moments. Each update materialises them, then quantises the new ones.
 
-    With 8 bits, this reduces the memory needed for the state of AdamW to about a quarter.
+    With 8 bits, this reduces the memory for AdamW's state to about a quarter.
 
-    First moments are quantised using `scheme`. Second moments need more care, because they are non-negative
-    and updates are divided by their square root. If we were to use a linear code, then the smaller moments in
-    a block would round to zero, and the resulting updates would be as large as the learning rate divided by
-    `eps`. So we instead quantise their square roots, using one scale per block and the levels 1, 2, …, 256
-    (or 16 with 4 bits). Each root is then at least 1/256 of the largest root in its block, which means that
-    elements with a smaller root get smaller updates than in float32. All scales are float32, because
-    gradients can underflow in float16.
+    First moments are quantised using `scheme`. Second moments need more care: they are non-negative, and
+    updates are divided by their square root. With a linear code, the smaller moments in a block would round
+    to zero, and the resulting updates would be as large as the learning rate divided by `eps`. So we quantise
+    their square roots instead, using one scale per block and the levels 1, 2, …, 256 (or 16 with 4 bits).
+    Each root is then at least 1/256 of the largest root in its block, and elements with a smaller root get
+    smaller updates than in float32. Gradients can underflow in float16, so all scales are float32.
 
     **Arguments:**
 
@@ -78,24 +75,24 @@ def quantize_state(
     - `scheme`: the codec for first moments: any [`quaxlike.BlockArray`][] codec with one floating-point scale
         per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"` or
         `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
-    - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
+    - `block_size`: the number of elements per scale. Defaults to the codec's, e.g. 32 for `"q8_0"`.
     - `min_size`: arrays with fewer elements than this aren't quantised, and neither are scalars. Defaults to
         4096.
     - `moments`: a mapping that adds or overrides fields. Keys are either fields (`"velocity"`) or classes
         with fields (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None
         to not quantise the field. Defaults to none.
-    - `stochastic`: whether to use stochastic rounding. This is unbiased, so that even changes of less than
-        half a step have an effect on average. Defaults to False.
+    - `stochastic`: whether to use stochastic rounding. This is unbiased: on average, even changes of less
+        than half a step count. Defaults to False.
     - `seed`: the seed for stochastic rounding. Defaults to 0.
 
-    For the states in Optax itself, we know which fields contain moments, e.g. `mu`, `nu`, `trace` or `v_row`.
-    All other fields are left unquantised. In particular this includes copies of the parameters (e.g. `z` in
-    schedule-free optimisers) and accumulated gradients.
+    The fields containing moments in Optax's own states are known, e.g. `mu`, `nu`, `trace` or `v_row`. All
+    other fields are left unquantised, including copies of the parameters (e.g. `z` in schedule-free
+    optimisers) and accumulated gradients.
 
     **Returns:** a gradient transformation with state [`quaxlike.optim.QuantizedState`][].
 
     **Raises:** `ValueError` if the scheme or a value of `moments` isn't supported. `init` also raises this if
-    the state contains large arrays, but none of them are in a field that is known to contain moments.
+    the state contains large arrays, but none in a field known to contain moments.
 
     !!! example
 
@@ -138,7 +135,7 @@ def quantize_state(
         return is_float and x.ndim > 0 and x.size >= max(min_size, 1)  # blocks lie along an axis
 
     def init(params: Any) -> Any:
-        # Without this barrier, XLA would spend a lot of time on constant-folding large arrays.
+        # Without this barrier, XLA spends a lot of time constant-folding large arrays.
         state = jax.lax.optimization_barrier(inner.init(params))
         large: dict[str, Any] = {}
         new = rounded(state, None)
@@ -167,7 +164,7 @@ def quantize_state(
 
 
 def _codec(scheme: str) -> Codec:
-    """Returns the codec for first moments, except that it uses float32 scales."""
+    """Returns the codec for first moments, but with float32 scales."""
     allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
     if scheme not in allowed:
         hint = did_you_mean(scheme.lower(), allowed, cutoff=0.5)
@@ -179,20 +176,17 @@ def _codec(scheme: str) -> Codec:
 
 
 def _is_rounded(x: Any) -> bool:
-    # If we only train the scales of a quantised parameter, then its moments are BlockArrays without any
-    # codes.
+    # If only a quantised parameter's scales are trained, its moments are BlockArrays without codes.
     return isinstance(x, BlockArray) and eqx.is_array_like(x.codes)
 
 
 def dense(state: PyTree) -> PyTree:
-    """Materialises the moments in a state, so that they can be passed to the inner transformation."""
+    """Materialises the moments in a state, for the inner transformation."""
     return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
 
 
 def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """Calls `change(kind, array)` on each array, where `kind` is the kind of the field that the array belongs
-    to.
-    """
+    """Calls `change(kind, array)` on each array, with the `kind` of its field."""
     children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     if jtu.treedef_is_leaf(structure):
         return change(None, state)
@@ -209,10 +203,8 @@ def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None])
 
 
 def _rounded(x: Array, kind: Moment, codec: Codec, block: int | None, key: Any) -> BlockArray:
-    """Quantises along the last axis that is divisible by the block size. If there is no such axis then we use
-    the longest axis.
-    """
-    size = block or 32  # if there aren't any blocks, then prefer an axis that doesn't need too many scales
+    """Quantises along the last axis divisible by the block size, or otherwise along the longest axis."""
+    size = block or 32  # without blocks, prefer an axis needing few scales
     axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] and x.shape[i] % size == 0), None)
     axis = max(range(x.ndim), key=x.shape.__getitem__) if axis is None else axis
     order = [*(i for i in range(x.ndim) if i != axis), axis]

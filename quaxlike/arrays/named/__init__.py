@@ -1,4 +1,4 @@
-"""Arrays with named axes, which are matched by their names."""
+"""Arrays with named axes, matched by name."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import AxisError, NamedArray, align

@@ -1,8 +1,7 @@
 """`NamedArray`: an array with named axes.
 
-Names are counted from the last axis. This way they remain correct if a transform adds or removes a leading
-axis. (We could have used a plain tuple with one name for every axis instead, but this would be wrong under
-any `vmap`.)
+Names are counted from the last axis, and so remain correct if a transform adds or removes a leading axis. (A
+plain tuple with one name for every axis would be wrong under any `vmap`.)
 """
 
 from collections.abc import Sequence
@@ -26,32 +25,31 @@ Name = str | None
 
 
 class AxisError(OperandMismatch):
-    """Raised if axis names don't match, or if an array doesn't have an axis with some name."""
+    """Raised if axis names don't match, or if an array has no axis with a given name."""
 
     @checked
     def __init__(self, message: str) -> None:
         super().__init__(message, NamedArray)
 
 
-# Any array can have named axes, regardless of whether it has a unit, so this type has the highest precedence.
+# Any array can have named axes, with or without a unit, so this type has the highest precedence.
 
 
 class NamedArray(AnnotatedArray):
     """An array with named axes.
 
-    Operators broadcast by name, so that `x + y` has `x`'s axes, followed by any further axes of `y`.
-    Reductions accept names. Under [`quaxlike.quaxify`][] names are propagated by any code: transposing
-    permutes them, reducing removes them, and new axes are unnamed. Products can only contract axes with the
-    same name, and arrays can only be added if they have the same names in the same order. An unnamed axis
-    (None) matches any name. Primitives without a rule, such as decompositions, are applied to the array
-    without its names.
+    Operators broadcast by name: `x + y` has `x`'s axes, followed by any further axes of `y`. Reductions
+    accept names. Under [`quaxlike.quaxify`][] names are propagated by any code: transposing permutes them,
+    reducing removes them, and new axes are unnamed. Products can only contract axes with the same name, and
+    arrays can only be added if they have the same names in the same order. An unnamed axis (None) matches any
+    name. Primitives without a rule, such as decompositions, are applied to the array without its names.
 
     **Arguments:**
 
     - `array`: any array or `ArrayValue`.
     - `names`: a name (or None) for each axis. Names are counted from the last axis: if a transform
-        (`jax.vmap`, `jax.lax.scan`) adds a leading axis then this is unnamed, and if it removes one then its
-        name is removed as well.
+        (`jax.vmap`, `jax.lax.scan`) adds a leading axis then this is unnamed, and removing one also removes
+        its name.
 
     **Raises:** [`quaxlike.arrays.named.AxisError`][], with the names on both sides.
 
@@ -86,7 +84,7 @@ class NamedArray(AnnotatedArray):
         return (None,) * missing + self._names[max(-missing, 0) :]
 
     def widen(self, like: Any) -> Any:
-        """Removes the name of an axis that was sliced away, but which still occurs in the static field."""
+        """Removes the name of an axis that was sliced away, but still occurs in the static field."""
         if not isinstance(like, NamedArray) or like.names != self.names:
             return NotImplemented
         return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
@@ -97,8 +95,7 @@ class NamedArray(AnnotatedArray):
             axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
             return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
         except (AttributeError, IndexError, TypeError, ValueError):
-            # It's possible for the field not to be an array, e.g. after partitioning a model, or in a tree of
-            # specs.
+            # The field may not be an array, e.g. after partitioning a model, or in a tree of specs.
             return wl.bracketed(
                 begin=wl.TextDoc("NamedArray("),
                 docs=wl.named_objs([("array", self.array), ("names", self._names)], **kwargs),
@@ -140,8 +137,8 @@ class NamedArray(AnnotatedArray):
     def contract(self, other: Any, *names: str) -> Any:
         """Multiplies by another named array, and sums over the axes with these names.
 
-        Any other axes that both arrays have are paired. These come first in the result, followed by the
-        remaining axes of this array, and then of the other one.
+        Any other shared axes are paired. These come first in the result, followed by the remaining axes of
+        this array, and then of the other one.
         """
         contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
         shared = [n for n in self.names if n and n in other.names and n not in names]
@@ -185,7 +182,7 @@ for _name in _REDUCTIONS.split():
 
 
 def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
-    """Transposes and expands two named arrays, so that they have the same axes in the same order.
+    """Transposes and expands two named arrays to have the same axes in the same order.
 
     These are `x`'s axes, followed by any further axes of `y`. Missing axes are added with size 1. If any
     axis is unnamed then both arrays are returned unchanged.

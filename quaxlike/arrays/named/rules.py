@@ -36,7 +36,7 @@ def _unnamed(x: Any) -> Any:
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
     """Attaches names to an array, or returns it unchanged if no axis has a name."""
-    if any(inner := _names(array)):  # its parts might already have names
+    if any(inner := _names(array)):  # its parts may already have names
         array, names = _unnamed(array), [n or m for n, m in zip(names, inner, strict=True)]
     return NamedArray(array, names) if any(names) else array
 
@@ -119,7 +119,7 @@ def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]
     i = 0
     for j, size in enumerate(new):
         before = math.prod(new[:j])
-        # Skip old axes that start before the new one, and those of size one that were removed.
+        # Skip old axes starting before the new one, and any removed axes of size one.
         while i < len(old) and (math.prod(old[:i]) < before or (old[i] == 1 != size)):
             i += 1
         whole = i < len(old) and math.prod(old[:i]) == before and old[i] == size
@@ -146,7 +146,7 @@ def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike | ArrayValue
 
 
 def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
-    """Returns the names on which all operands (except for scalars) agree, and raises if they don't."""
+    """Returns the names that all operands (except scalars) agree on, and raises if they don't."""
     shaped = [_names(x) for x in operands if _names(x)]
     out: list[Name] = []
     for of_axis in zip(*shaped, strict=True):
@@ -226,7 +226,7 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     )
 )
 def _named_like_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
-    """If an array is written into another one, then the result has the axes of the array being written to."""
+    """Writes arrays into another one. The result has the axes of the array being written to."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None
     names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)
     return _named(_bind(primitive, (x, *rest), params), names)

@@ -1,4 +1,4 @@
-"""PRNG keys as Values, whose leaves are plain arrays of words."""
+"""PRNG keys as Values, with plain arrays of words as leaves."""
 
 from .keys import KeyArray, key
 from .philox import philox4x32

@@ -1,8 +1,7 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
-JAX's own keys have an extended dtype. Unfortunately this isn't supported by `np.save`, by weight averaging,
-or by many checkpointers. Here the leaves are just plain words instead, and the generator's name is
-static.
+JAX's own keys have an extended dtype, unsupported by `np.save`, weight averaging and many checkpointers. Here
+the leaves are plain words instead, and the generator's name is static.
 """
 
 import functools
@@ -29,16 +28,15 @@ _NAMES = ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS)
 
 
 class KeyArray(ArrayOperators, ArrayValue):
-    """Keys for a pseudo-random number generator, which are stored as plain words.
+    """Keys for a pseudo-random number generator, stored as plain words.
 
-    Under [`quaxlike.quaxify`][] these are accepted as keys by `jax.random`. In contrast to JAX's own keys,
-    any code that operates on leaves (checkpointing, weight averaging, `np.save`) only encounters uint32
-    arrays.
+    Under [`quaxlike.quaxify`][] these are accepted as keys by `jax.random`. Unlike with JAX's own keys, any
+    code operating on leaves (checkpointing, weight averaging, `np.save`) only encounters uint32 arrays.
 
     **Arguments:**
 
     - `data`: the words, uint32 with shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
-    - `impl`: the generator, which is "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
+    - `impl`: the generator: "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
 
     !!! example
 
@@ -72,7 +70,7 @@ class KeyArray(ArrayOperators, ArrayValue):
         return self.to_jax()
 
     def to_jax(self) -> jax.Array:
-        """Converts this to JAX's own keys."""
+        """Converts to JAX's own keys."""
         return jax.random.wrap_key_data(self.data, impl=_implementation(self.impl))
 
     @classmethod
@@ -123,7 +121,7 @@ def _like(impl: str) -> tuple[Any, int]:
 def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
     """Creates a key from a seed.
 
-    This is like `jax.random.key`, except that it returns a [`quaxlike.arrays.prng.KeyArray`][].
+    This is like `jax.random.key`, but returns a [`quaxlike.arrays.prng.KeyArray`][].
 
     **Arguments:**
 

@@ -1,6 +1,6 @@
-"""Philox4x32-10, a counter-based generator that uses ten rounds of multiplication.
+"""Philox4x32-10, a counter-based generator using ten rounds of multiplication.
 
-Each block of random words is computed from the key and a counter, so blocks can be computed in parallel.
+Each block of random words only depends on the key and a counter, so blocks can be computed in parallel.
 
 Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
@@ -19,18 +19,18 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-# We use the last word of the counter to distinguish what a block is used for. This ensures that e.g. the keys
-# returned by `split` are never the same as any random bits.
+# The last word of the counter distinguishes what a block is used for, so that e.g. the keys returned by
+# `split` are never the same as any random bits.
 _BITS, _SPLIT, _FOLD_IN = 0, 1, 2
 
 
 def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """Computes the four random words that correspond to a counter.
+    """Computes the four random words for a counter.
 
     **Arguments:**
 
     - `key`: two uint32 arrays.
-    - `counter`: four uint32 arrays that broadcast with the key.
+    - `counter`: four uint32 arrays, broadcasting with the key.
 
     **Returns:**
 
@@ -43,8 +43,8 @@ def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, A
         k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
         return k0, k1, *_round(k0, k1, *counter)
 
-    # Use a loop rather than unrolling the rounds. Each round uses the result of the previous one twice, which
-    # would make the unrolled rounds slow to compile.
+    # Each round uses the previous one's result twice, so unrolled rounds would be slow to compile. Use a loop
+    # instead.
     k0, k1, *words = (jnp.broadcast_to(x, shape) for x in (*key, *counter))
     state = (k0, k1, *_round(k0, k1, *words))
     _, _, c0, c1, c2, c3 = lax.fori_loop(1, _ROUNDS, bump_and_mix, state)
@@ -60,7 +60,7 @@ def _round(k0: Any, k1: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Any, A
 def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
     """Returns the high and low words of a product.
 
-    We have to do this using half words, because 64-bit integers might be disabled in JAX.
+    This uses half words, because 64-bit integers may be disabled in JAX.
     """
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a0, a1, b0, b1 = a & mask, a >> half, b & mask, b >> half
@@ -97,7 +97,7 @@ def _fold_in(key: Any, data: Any) -> Any:
 
 def _random_bits(key: Any, bit_width: int, shape: Sequence[int]) -> Any:
     size = math.prod(shape)
-    # We only use one word of the counter for numbering blocks, each of which has 128 bits.
+    # Just one word of the counter numbers the blocks, each with 128 bits.
     if size * bit_width > 2**32 * 128:
         raise ValueError(
             f"philox4x32 generates 2**39 bits per key; found a shape of {tuple(shape)}. Split the key."

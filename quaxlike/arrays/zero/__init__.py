@@ -1,7 +1,7 @@
 """Zeros, constants and the identity matrix.
 
-Operations on these are simplified when tracing (x + 0 is x, x · 0 is 0, I @ x is x), so that the jaxpr
-doesn't contain any arithmetic for them.
+Operations on these are simplified when tracing (x + 0 is x, x · 0 is 0, I @ x is x), leaving no arithmetic
+for them in the jaxpr.
 """
 
 from .constants import Full, Identity, Zero

@@ -1,7 +1,7 @@
-"""`Zero` and `Full`, whose elements are all equal, and `Identity`, the identity matrix.
+"""`Zero` and `Full`, with all elements equal, and `Identity`, the identity matrix.
 
-Operations are simplified when tracing. Note that this must only depend on static numbers. (A number that's a
-leaf might be traced, in which case its value isn't available.)
+Operations are simplified when tracing. This must only depend on static numbers. (A number stored as a leaf
+may be traced, without a known value.)
 """
 
 import functools
@@ -30,8 +30,7 @@ from .. import precedence
 from ..bounds import fill_value_of
 from ..dot_axes import dot_axes
 
-# This is tried after the types that add metadata to an array, and before those that determine how an array is
-# stored.
+# Tried after the types adding metadata to an array, and before those determining how an array is stored.
 
 
 class Zero(ArrayOperators, ArrayValue):
@@ -81,11 +80,11 @@ class Zero(ArrayOperators, ArrayValue):
 
 
 class Full(ArrayOperators, ArrayValue):
-    """An array whose elements are all equal.
+    """An array with all elements equal.
 
-    If the value is a Python or NumPy number then it's known when tracing, so operations with 0 and 1 are
-    simplified. If it's an array then it's a leaf, which can be traced and differentiated, and any leading
-    axes stack several arrays, as created by `jax.vmap`.
+    A Python or NumPy number is known when tracing, so operations with 0 and 1 are simplified. An array is a
+    leaf: it can be traced and differentiated, and any leading axes stack several arrays, as created by
+    `jax.vmap`.
 
     **Arguments:**
 
@@ -178,19 +177,19 @@ def _lift(x: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    """Returns the number that fills `x`, or None if it isn't known when tracing."""
+    """Returns the number filling `x`, or None if it isn't known when tracing."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 
 def _scalar(x: Constant) -> Any:
-    """Returns the value of the elements, with shape (), or with the batch axes if this is a stack."""
+    """Returns the elements' value, with shape (), or with the batch axes if this is a stack."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
 
 
 def _unknown(x: Constant) -> Full:
-    """Returns the same constant, but stores its number in an array, so that it isn't known when tracing."""
+    """Moves a constant's number into an array, so that it isn't known when tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -203,18 +202,18 @@ def _same(x: Constant, shape: Sequence[int]) -> Any:
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
-    # With batch axes, it would be ambiguous which axes of the new shape these correspond to.
+    # With batch axes, it's ambiguous which axes of the new shape these correspond to.
     return Full(value, shape) if value.ndim == 0 else NotImplemented
 
 
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
-    """Applies `fn` to the value, because the result is the same for all elements.
+    """Applies `fn` to the value: the result is the same for all elements.
 
-    If the elements are known then we compute the result immediately, so that it's known as well.
+    If the elements are known, this computes the result immediately, so that it's known as well.
     """
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
-        with jax.core.eval_context():  # needed inside of an eager shard_map
+        with jax.core.eval_context():  # needed inside an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
         # NaNs must be computed as part of the program. Otherwise `checkify` couldn't check the operation.
         if number == number:
@@ -247,8 +246,8 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
-        # Mathematically speaking this is only correct if the other operand isn't infinite or NaN. We ignore
-        # this possibility, just like JAX does for symbolic zeros.
+        # Only correct if the other operand isn't infinite or NaN. This is ignored, as for JAX's symbolic
+        # zeros.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
@@ -300,8 +299,7 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
     fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
-    # Slices that are out of bounds might be filled. If so, then the result is only constant if they are
-    # filled with the same value.
+    # Out-of-bounds slices may be filled. The result is then only constant if this uses the same value.
     if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
@@ -360,15 +358,15 @@ _REDUCED: dict[str, Callable[[Any, int], Any]] = {
 
 @register(tuple(_REDUCED))
 def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[Any], **params: Any) -> Any:
-    # Each array of a stack has its own value, which means that we can't reduce over the batch axes.
+    # Each array of a stack has its own value, so we can't reduce over the batch axes.
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
-    if not isinstance(n, int):  # this might be a symbolic dimension of `jax.export`
+    if not isinstance(n, int):  # a symbolic dimension of `jax.export`
         return NotImplemented
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
     if n == 0:
-        # The result is the identity of the reduction, which is computed by reducing an empty array.
+        # The result is the reduction's identity, obtained by reducing an empty array.
         of_nothing = functools.partial(primitive.bind, axes=(0,), **params)
         return apply(lambda v: of_nothing(v[None][:0]), Full(0, (), x.dtype), shape=shape)
     return apply(lambda v: _REDUCED[primitive.name](v, n), x, shape=shape)
@@ -395,7 +393,7 @@ def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Z
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Multiplies by a `Full`.
 
-    All of its rows are equal, so we only have to sum the other operand once, rather than once per row.
+    All of its rows are equal, so the other operand is summed just once, rather than once per row.
     """
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
@@ -422,7 +420,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
 
 # The identity -------------------------------------------------------------------------------------
 
-# The product of the identity with a `Zero` should be a `Zero` as well, so this type is tried afterwards.
+# Tried after `Zero`, because the product of the identity with a `Zero` should be a `Zero` as well.
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -485,7 +483,7 @@ def _transpose(x: Identity, **params: Any) -> Identity:
 
 @register(ZERO_PRESERVING)
 def _elementwise_on_identity(primitive: Primitive, x: Identity, **params: Any) -> Any:
-    """Applies a function that maps 0 to 0. If it also maps 1 to 1, then the result is still the identity."""
+    """Applies a function mapping 0 to 0. If it also maps 1 to 1, the result is still the identity."""
     one = apply(functools.partial(primitive.bind, **params), Full(1, (), x.dtype), shape=())
     return Identity(x.n, one.dtype) if known(one) == 1 else NotImplemented
 
@@ -497,8 +495,8 @@ def _reduce_sum(x: Identity, *, axes: Sequence[Any], **params: Any) -> Full | Id
     return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
 
 
-# The identity is its own LU factor. By implementing the following two primitives, we also simplify
-# `jnp.linalg.solve` and `jnp.linalg.inv`, which use them under the hood.
+# The identity is its own LU factor. The rules for these two primitives also simplify `jnp.linalg.solve` and
+# `jnp.linalg.inv`, which use them under the hood.
 
 
 @register("lu")

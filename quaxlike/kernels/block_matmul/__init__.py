@@ -1,4 +1,4 @@
-"""Computes `x @ W.T` and `x @ W` for weights in any block format, where the decoder is a parameter."""
+"""Computes `x @ W.T` and `x @ W` for weights in any block format, with the decoder as a parameter."""
 
 from .api import int8_matmul as int8_matmul
 from .api import lora_matmul as lora_matmul

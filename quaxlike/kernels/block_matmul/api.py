@@ -29,11 +29,10 @@ def nf4_matmul(
 ) -> Float[Array, "... free"]:
     """Computes `x @ W.T` (or `x @ W` if `transpose`) for a 4-bit weight with block scales.
 
-    All backends operate directly on the codes as they are stored by bitsandbytes, without materialising `W`.
-    (The one exception is if `x` has many rows on a GPU, in which case we decode at most 128 MiB at a time.)
-    Products are accumulated in float32. The result is differentiable with respect to `x`, `absmax` and
-    `codebook`. Note that the gradient with respect to `x` doesn't need `W` either, because it is the
-    transposed contraction with the same bytes.
+    All backends operate directly on the codes as stored by bitsandbytes, without materialising `W`. (With one
+    exception: for many rows of `x` on a GPU, at most 128 MiB are decoded at a time.) Products are accumulated
+    in float32. The result is differentiable with respect to `x`, `absmax` and `codebook`. The gradient with
+    respect to `x` doesn't need `W` either: it is the transposed contraction with the same bytes.
 
     !!! example
 
@@ -53,13 +52,13 @@ def nf4_matmul(
     **Arguments:**
 
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
-    - `packed`: the codes of `W`, flattened in row-major order. Each byte packs two codes, with the first one
-        in the high nibble, so there are `(N·K + 1) // 2` bytes in total. If blocks do not cross rows, then
-        the shape can also be `(N, K / 2)`, which allows for sharding rows or columns across devices.
+    - `packed`: the codes of `W`, flattened in row-major order. Each byte packs two codes, the first in the
+        high nibble, for `(N·K + 1) // 2` bytes in total. If blocks do not cross rows, the shape can also be
+        `(N, K / 2)`, for sharding rows or columns across devices.
     - `absmax`: one float32 scale for every `block_size` consecutive codes. These blocks can cross rows. The
         shape must be `(N, K / block_size)` if `packed` is two-dimensional. This can also be a
-        [`NestedScales`][quaxlike.kernels.NestedScales], for scales that are themselves quantised.
-    - `codebook`: the 16 values that the codes represent.
+        [`NestedScales`][quaxlike.kernels.NestedScales], for quantised scales.
+    - `codebook`: the 16 values of the codes.
     - `shape`: `W`'s shape `(N, K)`.
     - `block_size`: how many codes share a scale. Must be even.
     - `transpose`: whether to contract over `N` rather than `K`.
@@ -92,12 +91,12 @@ def lora_matmul(
 ) -> Float[Array, "*batch out"]:
     """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and LoRA adapters `a`, `b`.
 
-    The low-rank term is added directly to the float32 accumulator. This means that it only costs as much as a
-    few additional columns of `W`, and that we don't need another pass over the result. This function is
-    differentiable with respect to everything except for the codes.
+    The low-rank term is added directly to the float32 accumulator. So it only costs as much as a few
+    additional columns of `W`, without another pass over the result. This function is differentiable with
+    respect to everything except the codes.
 
-    If there are several adapters, then `adapter_index` selects one for each row of `x`. This is useful for
-    serving requests with different adapters, because all rows are still computed together.
+    With several adapters, `adapter_index` selects one for each row of `x`. This is useful for serving
+    requests with different adapters: all rows are still computed together.
 
     !!! example
 
@@ -132,9 +131,9 @@ def lora_matmul(
     - `a`: has shape `(rank, in)`, or `(adapters, rank, in)` if `adapter_index` is passed. Both `a` and `b`
         are cast to `x`'s dtype.
     - `b`: has shape `(out, rank)`, or `(adapters, out, rank)`.
-    - `scaling`: the factor by which to multiply the low-rank term.
-    - `adapter_index`: each row's adapter index, with the same leading axes as `x`. A negative index means
-        that no adapter is applied.
+    - `scaling`: the low-rank term's factor.
+    - `adapter_index`: each row's adapter index, with the same leading axes as `x`. A negative index applies
+        no adapter.
     - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
 
     **Returns:** an array of shape `(..., out)`.
@@ -145,11 +144,11 @@ def lora_matmul(
     _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
     check_x("lora_matmul", x, shape, transpose=False)
     _check_adapters(x, a, b, shape, adapter_index)
-    # Cast these explicitly, because otherwise each backend would promote mixed dtypes differently.
+    # Cast these explicitly: each backend would promote mixed dtypes differently.
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
         a, b = a[None], b[None]  # Kernels expect a stack of adapters, even if there is just one.
-    # The product with the first factor is small, so we leave it to XLA. Only the second factor is fused.
+    # The product with the first factor is small, so leave it to XLA. Only the second factor is fused.
     low_rank = to_ranks(x, a, scaling, adapter_index), b
     params: dict[str, Any] = {"block_size": block_size, "low_rank": low_rank, "out_dtype": out_dtype}
     return block_matmul(x, (packed, absmax, codebook), NIBBLES, shape=shape, **params)
@@ -167,9 +166,9 @@ def int8_matmul(
 ) -> Float[Array, "*batch free"]:
     """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight stored as int8 with scales.
 
-    This does not materialise `W`. (The one exception is if there are block-wise scales on a GPU, in which
-    case we decode one part at a time.) The result is differentiable with respect to `x` and `scale`. The
-    gradient with respect to `x` is computed by applying the transposed contraction to the same integers.
+    This does not materialise `W`. (With one exception: for block-wise scales on a GPU, one part is decoded at
+    a time.) The result is differentiable with respect to `x` and `scale`. The gradient with respect to `x`
+    applies the transposed contraction to the same integers.
 
     !!! example
 
@@ -188,7 +187,7 @@ def int8_matmul(
 
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
     - `codes`: the integers, of shape `(N, K)`.
-    - `scale`: has shape `(N, ceil(K / block_size))`, so that value = integer · scale.
+    - `scale`: has shape `(N, ceil(K / block_size))`, with value = integer · scale.
     - `block_size`: how many integers in a row share a scale. If `None`, there is one scale per row.
     - `transpose`: whether to contract over `N` rather than `K`.
     - `out_dtype`: the result's dtype. Defaults to `x.dtype`.
@@ -198,7 +197,7 @@ def int8_matmul(
     **Raises:** `ValueError` if the operands' shapes are inconsistent.
     """
     n, k = codes.shape
-    # We divide by this below, so it must not be zero even for a weight without columns.
+    # This is divided by below, so it must not be zero even for a weight without columns.
     block_size = max(k, 1) if block_size is None else block_size
     if block_size < 1:
         raise ValueError(f"int8_matmul: block_size must be at least 1, or None; got {block_size!r}")
@@ -221,8 +220,8 @@ def _check_weight(
     blocks = -(-size // block_size)
     expected: dict[str, tuple[Any, tuple[int, ...]]]
     bytes_, scales = ((size + 1) // 2,), (blocks,)
-    # Codes can only be stored as rows if no block crosses a row. Note that nested scales always treat the
-    # weight as flat, because 256 blocks share an absmax.
+    # Codes can only be stored as rows if no block crosses a row. Nested scales always treat the weight as
+    # flat: 256 blocks share an absmax.
     if packed.ndim == 2 and shape[1] % block_size == 0 and not isinstance(absmax, NestedScales):
         bytes_, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // block_size)
     expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}

@@ -1,7 +1,7 @@
-"""The table of block formats, which describes code values and how scales and minima are stored.
+"""The table of block formats: their code values, and how they store scales and minima.
 
-Importantly, decoded values must be bitwise identical to the values in the program that published the format,
-including how subnormal scales are rounded. Otherwise we would decode checkpoints to different weights.
+Decoded values must be bitwise identical to those of the program that published the format, including the
+rounding of subnormal scales. Otherwise checkpoints would decode to different weights.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 def scaled(values: Array, scale: Any, zero: Array | None = None, *, zeros: str | None) -> Array:
-    """Applies scales, and the zero points or minima that `zeros` says (see `Codec`), if there are any."""
+    """Applies scales, and zero points or minima (if any) according to `zeros`, as in `Codec`."""
     if zero is None:
         return values * scale
     if zeros == "points":
@@ -37,7 +37,7 @@ def scaled(values: Array, scale: Any, zero: Array | None = None, *, zeros: str |
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format, which has rows of codes (as little-endian bit streams) and a scale per block.
+    """A block format: rows of codes (as little-endian bit streams), with a scale per block.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -48,12 +48,12 @@ class Codec:
     - `bits`: bits per code, from 2 to 8.
     - `codes`: one of `"integer"` (unsigned, minus `bias`), `"signed"` (int8 without -128), `"e4m3"`, `"e5m2"`
         or `"table"`.
-    - `bias`: the offset that is subtracted from integer codes.
+    - `bias`: the offset subtracted from integer codes.
     - `table`: each code's value, for `codes="table"`.
     - `block`: how many codes share a scale by default, or `None` for a whole row.
     - `scales`: one of `"float"` (any floating dtype); `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half the value of
-        `"e8m0"`), stored as bytes; `"integer"` (multiples of an outer scale); or `"nibbles"`, for bytes that
-        hold the scale in the low nibble and the minimum in the high nibble.
+        `"e8m0"`), stored as bytes; `"integer"` (multiples of an outer scale); or `"nibbles"`, for bytes with
+        the scale in the low nibble and the minimum in the high nibble.
     - `group`: how many blocks share an outer scale, with 0 for a whole row. `None` if scales have only one
         level.
     - `over`: whether to divide the inner scale by the outer scale, rather than multiply them.
@@ -88,8 +88,7 @@ class Codec:
             values = np.asarray(self.table, np.float32)
         else:
             values = codes.view(np.int8 if self.codes == "signed" else _FLOAT8[self.codes]).astype(np.float32)
-        # We precompute this, because it's used whenever a product is traced. (Note that the dataclass is
-        # frozen.)
+        # Precomputed, because it's used whenever a product is traced. (The dataclass is frozen.)
         object.__setattr__(self, "all_values", values)
 
     @property
@@ -98,7 +97,7 @@ class Codec:
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """Returns the values for codes that have been unpacked to 8 bits."""
+        """Returns the values for codes unpacked to 8 bits."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -146,7 +145,7 @@ class Codec:
         return self.nearest(jnp.asarray(ordered)[jnp.clip(at, 0, len(ordered) - 1)])
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """Stochastically rounds to an adjacent value, so that the result is unbiased.
+        """Stochastically rounds to an adjacent value, without bias.
 
         `random` should be uniformly distributed on [0, 1]. Returns uint8 codes.
         """
@@ -170,7 +169,7 @@ class Codec:
     def cuts(self, count: int, block: int) -> bool:
         """Returns whether rows can be split into (or concatenated from) parts with this many codes.
 
-        This isn't possible if it would split a byte, a block, or a group of blocks that share an outer scale.
+        The parts must not split a byte, a block, or a group of blocks sharing an outer scale.
         """
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
@@ -197,8 +196,8 @@ class Codec:
         if outer is not None:
             outer = self._spread(outer, blocks)
 
-            # We need a barrier here. Without it, XLA would replace division by a scalar with multiplication
-            # by its reciprocal, and this rounds differently.
+            # Without this barrier, XLA would replace division by a scalar with multiplication by its
+            # reciprocal, which rounds differently.
             def each(outer: Any) -> Any:
                 return lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
 
@@ -274,10 +273,10 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """Returns the factor that compensates for clamping scales to 2**-126, the smallest normal number.
+        """Returns the factor that makes up for clamping scales to 2**-126, the smallest normal number.
 
-        We apply this factor to the code values, rather than to the scales. The reason is that some devices
-        flush subnormal scales to zero, even though their products with the codes might be normal numbers.
+        This applies to the code values, rather than to the scales: some devices flush subnormal scales to
+        zero, even though their products with the codes may be normal numbers.
         """
         if self.scales not in E8M0:
             return None

@@ -1,7 +1,7 @@
 """Native implementations for products on CPUs: which products are supported, and how to call the library.
 
-The library operates on raw bytes, so that everything it assumes about shapes and dtypes has to be checked
-here (in `_why_not`). A missing check would result in out-of-bounds reads.
+The library operates on raw bytes, so everything it assumes about shapes and dtypes must be checked here (in
+`_why_not`). A missing check results in out-of-bounds reads.
 """
 
 import math
@@ -20,8 +20,8 @@ from .nested_scales import NestedScales
 from .product import Decode, Leaves, Nibbles, Product
 from .reference import contract_columns, contract_rows, with_low_rank
 
-# With at most this many rows of `x`, we multiply codes as we unpack them. Beyond that it pays to decode a
-# dense tile first.
+# With at most this many rows of `x`, codes are multiplied as they are unpacked. Beyond that it pays to decode
+# a dense tile first.
 _MOST_ROWS = 16
 # The size in bytes up to which a weight is decoded in one go. Larger ones are tiled, using a compiled loop.
 _AT_ONCE = 2**22
@@ -34,7 +34,7 @@ _LANES = 16
 
 
 def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
-    """Returns a product's native implementation, or the reason why it is not supported."""
+    """Returns a product's native implementation, or why it is not supported."""
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -51,7 +51,7 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 def choose_rounded(
     library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool
 ) -> Choice | str:
-    """Returns the native product that rounds its inputs to 8 bits, or the reason why it can't be used."""
+    """Returns the native product rounding its inputs to 8 bits, or why it can't be used."""
     choice = choose(library, x, decode=decode, product=product, partitioned=partitioned)
     if isinstance(choice, str):
         return choice
@@ -64,14 +64,14 @@ def choose_rounded(
 def rounds(codec: Codec) -> bool:
     """Returns whether native products can multiply codes of this format by inputs in 8 bits.
 
-    The values themselves must be bytes. If they come from a table then we look them up in a register, which
-    only has room for 16 of them.
+    The values themselves must be bytes. Those from a table are looked up in a register, with room for just 16
+    of them.
     """
     return codec.bits <= 4 or (codec.bits != 7 and codec.codes in ("integer", "signed"))
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
-    """Returns the reason why the library cannot decode a format, or `None` if it can."""
+    """Returns why the library cannot decode a format, or `None` if it can."""
     (n, k), block = product.shape, product.block_size
     if not n * k:
         return "the weight has no elements"
@@ -83,7 +83,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
             return f"native products do not read the scales or the table of {codec.name}"
     elif k % 2:
         return f"rows of {k} codes of 4 bits begin within bytes"
-    # If blocks can cross rows, then this is the longest run of codes in a row that always share a scale.
+    # If blocks can cross rows: the longest run of codes in a row always sharing a scale.
     run = math.gcd(k, block) if isinstance(decode, Nibbles) else block
     if run < k and run % _LANES:
         return f"native products take blocks of multiples of {_LANES} codes within rows, not of {run}"
@@ -121,7 +121,7 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
 
 
 def _product_by(name: str) -> Callable[..., Array]:
-    """Returns the product that a function from the library computes from the codes."""
+    """Returns the product computed from the codes by a function from the library."""
 
     @with_low_rank
     def product_of(

@@ -1,7 +1,7 @@
-"""The product with a stored weight on GPUs, which is fused for few activation rows and chunked for many.
+"""The product with a stored weight on GPUs, fused for few activation rows and chunked for many.
 
-Importantly, we never materialise a large weight in full. Chunks are limited to 128 MiB, and we use
-optimisation barriers to prevent XLA from decoding them all in advance.
+A large weight is never materialised in full. Chunks are limited to 128 MiB, and optimisation barriers prevent
+XLA from decoding them all in advance.
 """
 
 import dataclasses
@@ -27,21 +27,20 @@ from .tilings import Problem, blocks, tiling_for
 
 _Weight = TypeVar("_Weight")
 
-# The number of rows of activations up to which we use the fused kernel. The keys are False for `x @ W.T` and
-# True for `x @ W`. The kernel reads all codes again for every 64 rows (or 32 rows for `x @ W`), which means
-# that for more rows it's cheaper to decode the weight once and then call cuBLAS.
+# Up to this many rows of activations, use the fused kernel. The keys are False for `x @ W.T` and True for
+# `x @ W`. The kernel reads all codes again for every 64 rows (or 32 rows for `x @ W`), so for more rows it's
+# cheaper to decode the weight once and then call cuBLAS.
 FUSED_ROWS = {False: 128, True: 64}
-# Up to this many rows of activations, we compute `x @ W` as a reduction, decoding the weight once per row.
+# Up to this many rows of activations, compute `x @ W` as a reduction, decoding the weight once per row.
 REDUCED_ROWS = 2
-# The maximum number of bytes to decode at a time. Smaller chunks would use less memory, but we measured them
-# to be slower on an H200.
+# The maximum number of bytes to decode at a time. Smaller chunks use less memory, but were slower on an H200.
 _MOST = 1 << 27
-# The minimum number of activations to scale at a time, which is needed to keep the GPU busy.
+# The minimum number of activations to scale at a time, to keep the GPU busy.
 _LEAST = 1 << 22
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
-    """Returns a fused kernel, or the reason why there isn't one. Here `low_rank` is `b` for all adapters."""
+    """Returns a fused kernel, or why there isn't one. Here `low_rank` is `b` for all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
     if not 0 < rows <= most:
         return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
@@ -59,11 +58,11 @@ def fused_refusal(
 ) -> str | None:
     """Returns why the fused kernel does not support an operation, or `None` if it does.
 
-    This does not take `x`'s row count into account.
+    This ignores `x`'s row count.
     """
     (n, k), block = product.shape, product.block_size
-    # All codes that a thread decodes together must share a scale. For `x @ W.T` there are 16 of them (or 64
-    # if we scale the accumulator), and for `x @ W` there are 8 of them.
+    # All codes decoded together by a thread must share a scale: 16 for `x @ W.T` (or 64 if scaling the
+    # accumulator), and 8 for `x @ W`.
     unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
@@ -118,7 +117,7 @@ def fused(
     )
     tiling = tiling_for(problem)
     if tiling.splits > 1:
-        # We add up the partial sums of all splits below, so they shouldn't be rounded to 16 bits yet.
+        # The partial sums of all splits are added up below, so don't round them to 16 bits yet.
         problem = problem._replace(out_dtype="float32")
     if low_rank:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
@@ -135,7 +134,7 @@ def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str
 
 
 def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
-    """Returns the arrays for scales and zero points, in the order in which kernels expect them."""
+    """Returns the arrays for scales and zero points, in the order expected by kernels."""
     arrays = [
         *(scales.operands() if isinstance(scales, NestedScales) else (scales,)),
         *(() if zeros is None else (zeros,)),
@@ -149,10 +148,9 @@ def _in_words(numbers: Array) -> Array:
 
 
 def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
-    """Returns the adapters that each group of rows uses, along with how many there are.
+    """Returns the adapters used by each group of rows, along with how many there are.
 
-    The shapes are (groups, adapters) and (groups,). We use this to skip the adapters that a group doesn't
-    use.
+    The shapes are (groups, adapters) and (groups,). This is used to skip the other adapters.
     """
     adapters = t.shape[1]
     number = jnp.arange(adapters, dtype=np.uint32)
@@ -163,15 +161,15 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
         jnp.pad(taken, ((0, groups * size - len(taken)), (0, 0))).reshape(groups, size, adapters).any(axis=1)
     )
     place = jnp.cumsum(taken, axis=1, dtype=np.uint32) - np.uint32(1)
-    # Move the numbers of all used adapters to the front. We do this by summing one-hot encodings of their new
-    # positions, rather than by sorting.
+    # Move the numbers of all used adapters to the front, by summing one-hot encodings of their new positions
+    # rather than by sorting.
     found = taken[:, :, None] & (place[:, :, None] == number[None, None])
     order = jnp.sum(jnp.where(found, number[None, :, None], np.uint32(0)), axis=1, dtype=np.uint32)
     return order, jnp.sum(taken, axis=1, dtype=np.uint32)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """Returns the fused kernel, which maps the operands of `mosaic.emit` to terms (splits, m, features)."""
+    """Returns the fused kernel, mapping the operands of `mosaic.emit` to terms (splits, m, features)."""
     from .. import lanes
     from . import mosaic
 
@@ -186,7 +184,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """Returns the kernel that decodes rows, as a function of the operands of `decode_rows.emit`."""
+    """Returns the kernel decoding rows, as a function of the operands of `decode_rows.emit`."""
     from .. import lanes
     from . import decode_rows
 
@@ -229,8 +227,8 @@ def reduced(
     scales = jnp.repeat(
         dense_scales(absmax).reshape(n, product.row_blocks), product.block_size // 2, axis=1
     ).astype(dtype)
-    # The first code in each byte belongs to an even column and the second code to an odd column. We compute
-    # these separately, so that we only need to interleave the sums.
+    # The first code in each byte belongs to an even column and the second code to an odd column. Compute
+    # these separately, to only interleave the sums.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
     rows = x.reshape(math.prod(lead), n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
@@ -248,14 +246,14 @@ def chunked(
 ) -> Array:
     """Decodes `W` to `x`'s dtype, in chunks of rows if it is large, and uses a dense matmul for each.
 
-    Every weight is only rounded once, starting from its exact float32 value. If the scales can be applied
-    outside the product, then we scale `x` or the result rather than the weight. We scale `x` in chunks if
-    copying it would be expensive.
+    Every weight is only rounded once, from its exact float32 value. If the scales can be applied outside the
+    product, `x` or the result is scaled rather than the weight. `x` is scaled in chunks if copying it would
+    be expensive.
 
     **Arguments:**
 
-    - `low_rank`: either empty, or `t` and `b` as in `times_adapters`, which are appended to the columns of
-        `x` and `W` respectively.
+    - `low_rank`: either empty, or `t` and `b` as in `times_adapters`, appended to the columns of `x` and `W`
+        respectively.
     - `kernel`: whether to decode using the kernel in `decode_rows`.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
@@ -272,7 +270,7 @@ def chunked(
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
-        # If we append `t` and `b`, then the low-rank term becomes a part of the same contraction.
+        # Appending `t` and `b` makes the low-rank term a part of the same contraction.
         x = jnp.concatenate([x, lax.collapse(t, x.ndim - 1)], axis=-1)
         b = lax.collapse(jnp.moveaxis(b, 0, 1), 1)
     # Without this barrier, XLA would keep the decoded weight alive until the other product in the backward
@@ -281,7 +279,7 @@ def chunked(
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
     step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product))
-    # If the result is a sum over several chunks, then we must only round it after adding them up.
+    # If the result is a sum over several chunks, only round it after adding them up.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
     def decoded(weight: list[Any], start: int, stop: int) -> Array:
@@ -308,7 +306,7 @@ def decoded_rows(
     """Decodes rows of `W` to a 16-bit dtype using a single kernel."""
     packed, scales, table, zeros = decode.operands(leaves, decoded=False)
     stored = decode.stored(product, decoded=False)
-    assert stored is not None  # This has already been checked by `choose`.
+    assert stored is not None  # Already checked by `choose`.
     of_scales, of_zeros = _kinds(stored, scales, zeros)
     problem = Problem(stored, m=0, dtype=dtype, scales=of_scales, zeros=of_zeros)
     return _decoding_kernel(problem, start, stop)(packed.reshape(-1), *_numbers(scales, zeros), table)
@@ -322,8 +320,8 @@ def _padded(z: Array) -> Array:
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
     """Returns how many rows of a weight to decode at a time.
 
-    Large weights are split into chunks, so that we never hold a dense copy. All chunks have the same
-    (nonzero) length, which is a multiple of `aligned`.
+    Large weights are split into chunks, so that there is never a dense copy. All chunks have the same
+    (nonzero) length, a multiple of `aligned`.
     """
     most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
     chunks = max(1, -(-rows // most))
@@ -343,14 +341,14 @@ def scaled_at_once(m: int, n: int, k: int) -> int:
 def join_chunks(
     part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int, *, axis: int = -1
 ) -> Array:
-    """Computes a product that has `size` columns, `step` columns at a time.
+    """Computes a product with `size` columns, `step` columns at a time.
 
     **Arguments:**
 
     - `part`: `part(weight, start, stop)` computes columns `start` to `stop`.
-    - `weight`: the arrays that `part` decodes. These are threaded through the chunks, which forces the chunks
-        to be decoded sequentially, reusing the same memory.
-    - `axis`: the result's axis to chunk over, which can also be rows rather than columns.
+    - `weight`: the arrays decoded by `part`. These are threaded through the chunks, forcing them to be
+        decoded sequentially, reusing the same memory.
+    - `axis`: the result's axis to chunk over. Can also be rows rather than columns.
     """
     columns = part(weight, 0, min(step, size))
     if step >= size:
@@ -358,7 +356,7 @@ def join_chunks(
     aval = jax.typeof(columns)
     axis %= columns.ndim
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
-    # Every element is overwritten below, so it would be wasteful to spend another pass on initialising them.
+    # Every element is overwritten below, so don't spend another pass on initialising them.
     y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
 

@@ -2,9 +2,8 @@
 
 No other part of the kernels depends on formats.
 
-We keep a table in shared memory, with the value (or values) for each of the 256 possible bytes. The table is
-replicated across all 32 banks. This takes more memory, but means that lookups by different threads never
-conflict.
+A table in shared memory holds the value (or values) for each of the 256 possible bytes. It is replicated
+across all 32 banks. This takes more memory, but lookups by different threads never conflict.
 """
 
 import functools
@@ -23,16 +22,15 @@ SIZES = {
     **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
 }
 
-#: For each array of scales or zero points, this is how many of them share an element, and the size of an
-#: element in bytes.
+#: For each array of scales or zero points: how many of them share an element, and an element's size in bytes.
 STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 1), (256, 4)]}
 
 
 class Table:
     """A lookup table for code values.
 
-    If `exact`, then entries are float32, and should be scaled individually (using `scaled`). Otherwise
-    entries are rounded to the activations' dtype, and two are returned per register (using `pairs`).
+    If `exact`, entries are float32, to be scaled individually (using `scaled`). Otherwise entries are rounded
+    to the activations' dtype, and returned two per register (using `pairs`).
     """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
@@ -71,7 +69,7 @@ class Table:
         if self.bits == 8:
             at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
             return [self.memory.load(a, "float32")[0] for a in at]
-        # We load both values of a byte together, so 16 replicas are enough to fill all 32 banks.
+        # Both values of a byte are loaded together, so 16 replicas are enough to fill all 32 banks.
         at = [byte * 128 + self.lane % 16 * 8 for byte in _bytes(words)]
         return [value for a in at for value in self.memory.load(a, "float32", 2)]
 
@@ -81,7 +79,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 
 
 class Numbers:
-    """Scales or zero points in global memory, from which each thread only copies the words that it needs."""
+    """Scales or zero points in global memory. Each thread only copies the words it needs."""
 
     def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]
@@ -109,7 +107,7 @@ class Numbers:
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
-        # A word can contain several elements, so shift down the one that we need.
+        # A word can contain several elements, so shift down the one needed.
         word = word >> index % (4 // self.size) * (8 * self.size)
         if self.kind == "bfloat16":
             return lanes.as_float32(word << 16)
@@ -138,23 +136,22 @@ def numbers_of(
 
 
 def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
-    """Returns the term to add to scaled values, in order to apply a zero point or minimum."""
+    """Returns the term to add to scaled values, applying a zero point or minimum."""
     factor = {"points": lambda: scale * -1.0, "minus": lambda: -1.0, "plus": lambda: 1.0}
     return zero * factor[product.zeros or ""]()
 
 
 def _from_e4m3(byte: Reg) -> Reg:
-    # If we reinterpret the shifted bits as a float16, then the exponent is too small by 8. We make up for
-    # this by multiplying by 256.
+    # Reinterpreting the shifted bits as a float16 gives an exponent that's too small by 8. Multiplying by 256
+    # makes up for this.
     magnitude = byte & 127
     value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
-    # Note that e4m3fn doesn't have any infinities, and just one NaN (for each sign).
+    # e4m3fn doesn't have any infinities, and just one NaN (for each sign).
     return lanes.select(magnitude < 127, value, float("nan"))
 
 
 def _power_of_two(byte: Reg, halved: int) -> Reg:
-    # If the result is below the smallest normal number, then we need to set a bit of the mantissa rather than
-    # the exponent.
+    # If the result is below the smallest normal number, set a bit of the mantissa rather than the exponent.
     below = lanes.number(0x400000, "u32") >> (lanes.minimum(byte, halved) ^ halved)
     bits = lanes.select(byte < 1 + halved, below, (byte - halved) << 23)
     return lanes.as_float32(bits if halved else lanes.select(byte < 255, bits, 0x7FC00000))

@@ -1,28 +1,27 @@
-"""The fused matmul with stored weights for few activation rows, which is written as a per-thread program.
+"""The fused matmul with stored weights for few activation rows, as a per-thread program.
 
-Each warp multiplies several tiles, each with 16 of the result's features, by up to 64 rows of `x` (which we
-call tokens), over its share of the contraction. A single `mma.sync` instruction contracts 16 elements. In
-order to make this fast, we do the following.
+Each warp multiplies several tiles, each with 16 of the result's features, by up to 64 rows of `x` (called
+tokens), over its share of the contraction. A single `mma.sync` instruction contracts 16 elements. The
+following makes this fast.
 
-- *Codes are read in their stored order.* Mathematically speaking, a contraction's terms can be summed in any
-    order. For `x @ W.T`, we can therefore let thread `quad` of each group of four read columns 16·quad …
-    16·quad + 15 within a block of 64 columns of both `W` and `x`, regardless of the columns that the
-    instruction assigns to it. For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight
-    adjacent columns as features. Note that both operands must be permuted in the same way, because otherwise
-    we would multiply elements that don't match.
+- *Codes are read in their stored order.* Mathematically, a contraction's terms can be summed in any order. So
+    for `x @ W.T`, thread `quad` of each group of four reads columns 16·quad … 16·quad + 15 within a block of
+    64 columns of both `W` and `x`, regardless of the columns assigned to it by the instruction. For `x @ W`,
+    the thread instead reads four adjacent rows of `W`, with eight adjacent columns as features. Both operands
+    must be permuted in the same way: otherwise we would multiply elements that don't match.
 - *Each byte is decoded with a single lookup*, in a table with 256 entries (see `lookup`).
-- *Scales are applied to the accumulator*, provided that all 64 columns in a block share a scale, and that
-    there are no zero points. In this case we sum the products with a block's codes separately, then multiply
-    by the scale when adding to the accumulator. This only needs one multiplication for every 64 weights. It
-    is also more accurate, because scales are exact float32 numbers and only the codebook is rounded, rather
-    than every weight. In all other cases, values are scaled in float32 and then rounded once.
+- *Scales are applied to the accumulator*, if all 64 columns in a block share a scale, and there are no zero
+    points. The products with a block's codes are summed separately, then multiplied by the scale when adding
+    to the accumulator. This only needs one multiplication for every 64 weights. It is also more accurate:
+    scales are exact float32 numbers, and only the codebook is rounded, rather than every weight. In all other
+    cases, values are scaled in float32 and then rounded once.
 - *Loads overlap with multiplications.* Each warp copies the tiles for its upcoming steps into a ring buffer
     in shared memory (see `staging`), without synchronising with other warps.
 
-Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
-GPU, then we also split the contraction between thread blocks. (We could use atomics to add up their results,
-but this wouldn't be deterministic. Instead each one writes a separate float32 sum, and these are added in a
-fixed order afterwards.)
+Warps with the same features add up their sums via shared memory. With too few features to occupy the GPU, the
+contraction is also split between thread blocks. (Adding up their results using atomics wouldn't be
+deterministic. Instead each one writes a separate float32 sum, and these are added in a fixed order
+afterwards.)
 """
 
 import functools
@@ -37,21 +36,21 @@ from .tilings import BLOCK, Problem, Tiling
 
 # All GPUs since compute capability 8.0 have at least this many bytes of shared memory.
 _SHARED = 96 * 1024
-# The depth of the ring buffer, provided that it fits.
+# The depth of the ring buffer, if it fits.
 _STAGES = 4
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
     """Returns how many words of shared memory to use.
 
-    We first use these for tables and the ring buffer, and later for sums. The latter are indexed by warp,
-    token and feature, and are padded so that stores avoid bank conflicts.
+    These are first used for tables and the ring buffer, and later for sums. The latter are indexed by warp,
+    token and feature, and padded so that stores avoid bank conflicts.
     """
     return max(ring_end(p, tiling) // 4, tiling.k_warps * 8 * p.token_tiles * stride(tiling))
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
-    """Returns the number of stages in the ring buffer, each of which holds the data for one step."""
+    """Returns the number of stages in the ring buffer, each holding the data for one step."""
     return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
@@ -74,14 +73,14 @@ def stride(tiling: Tiling) -> int:
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program, which computes the product plus `t @ b.T` for adapters, as `tiling.splits` terms.
+    """Emits the program for the product plus `t @ b.T` for adapters, as `tiling.splits` terms.
 
     **Arguments:**
 
     - `refs`: the following arrays in global memory: `x`; the codes; the scales (if nested, these are codes,
         absmax, offset and map); the zero points (if any); the code values; for adapters, `t` and `b`, as well
-        as the adapters that each group of tokens uses and their number; and `out`. These are followed by
-        `shared_words` words in shared memory.
+        as the adapters used by each group of tokens and their number; and `out`. Then `shared_words` words in
+        shared memory.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
@@ -98,7 +97,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     def step(i: Reg, acc: list[Reg]) -> list[Reg]:
         lanes.wait_for_copies(ahead - 1)
         # After this, the copies of all threads have arrived, and no thread is still reading from the stage
-        # that we are about to overwrite.
+        # about to be overwritten.
         lanes.warp_barrier()
         warp.fetch(i + ahead)
         return warp.multiply(i, acc)
@@ -128,8 +127,7 @@ class Warp:
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
-        # We make groups of tokens adjacent if they use the same rows of `W`, so that all but one of them hit
-        # L2.
+        # Groups of tokens using the same rows of `W` are adjacent, so that all but one of them hit L2.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
@@ -140,14 +138,13 @@ class Warp:
         self.tiles = StagedTiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
         if p.m % (8 * p.token_tiles):
-            # For tokens past the last row of `x`, we simply read the last row again. The result is never
-            # stored.
+            # For tokens past the last row of `x`, read the last row again. The result is never stored.
             self.tokens = [lanes.minimum(token, p.m - 1) for token in self.tokens]
 
     @property
     def rows(self) -> list[Reg]:
-        """The rows in `W` that this thread decodes."""
-        # As with tokens, we clamp to the last row, and don't store any features past the end.
+        """The rows in `W` decoded by this thread."""
+        # As with tokens, clamp to the last row, and don't store any features past the end.
         first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
@@ -166,7 +163,7 @@ class Warp:
         return lanes.minimum(part, parts - 1), part < parts
 
     def tile(self, step: Reg) -> tuple[Reg, Reg]:
-        """Returns the row and column in `W` at which a warp's tile for this step starts."""
+        """Returns the first row and column in `W` of a warp's tile for this step."""
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
@@ -179,11 +176,11 @@ class Warp:
         self.tiles.fetch(self.base(step), *self.tile(step))
 
     def lines(self, i: int) -> list[tuple[Reg, Reg]]:
-        """Returns the tile's rows that this thread decodes for part `i`, as (position, row) pairs."""
+        """Returns the tile's rows decoded by this thread for part `i`, as (position, row) pairs."""
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """Returns the words that contain this thread's codes, in part `i` of a tile's row."""
+        """Returns the words containing this thread's codes, in part `i` of a tile's row."""
         bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
@@ -194,8 +191,7 @@ class Warp:
     def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
         """Returns the code words, the scale and the shift for each line in a part."""
         _, present = self._part(step, i)
-        # Use a scale and shift of zero for parts past the end of the contraction, so that these don't
-        # contribute.
+        # Use a scale and shift of zero for parts past the end of the contraction, so they don't contribute.
         base, (row, column) = self.base(step), self.tile(step)
         out = []
         for place, own in self.lines(i):
@@ -244,8 +240,8 @@ class Warp:
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
         if self.p.token_tiles == 1:
             return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
-        # Eight threads access memory at the same time. For every other token we swap the order in which its
-        # threads read their two halves, so that those eight threads access all banks of L1 exactly once.
+        # Eight threads access memory at the same time. Every other token's threads read their two halves in
+        # the opposite order, so that those eight threads access all banks of L1 exactly once.
         even, at = self.group % 2 < 1, at + self.group % 2 * 16
         a, b = (self.x.load(place, "u32", 4) for place in (at, at ^ 16))
         return [
@@ -264,8 +260,7 @@ class Warp:
         warps = self.tiling.k_warps * self.tiling.splits
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
-            # We can split this between warps in the same way as the contraction, as we add up their sums
-            # anyway.
+            # Split this between warps in the same way as the contraction: their sums are added up anyway.
             place = self._share(i)
             present = place < tiles
             place = lanes.select(present, place, 0)
@@ -292,11 +287,10 @@ class Warp:
 
 
 class _Transposed(Warp):
-    """The work for `x @ W`, where a warp has 64 columns from `W` as features and contracts 16 rows at a time.
+    """The work for `x @ W`: a warp has 64 columns from `W` as features, and contracts 16 rows at a time.
 
-    Each line has eight columns of a row. As rows have different scales, we can't scale the accumulator. So we
-    need to scale every value, then round it together with the value from another row that shares its
-    register.
+    Each line has eight columns of a row. Rows have different scales, so we can't scale the accumulator.
+    Instead every value is scaled, then rounded together with the value from another row sharing its register.
     """
 
     def feature(self, tile: int, e: int) -> Reg:
@@ -334,7 +328,7 @@ class _Transposed(Warp):
 
 
 def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
-    """Adds up the sums from all warps that have the same features, and stores the result."""
+    """Adds up the sums from all warps with the same features, and stores the result."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):
@@ -344,8 +338,7 @@ def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -
                 value = acc[4 * (j * tiling.row_tiles + tile) + e]
                 sums.store((token * width + warp.feature(tile, e)) * 4, value)
     lanes.barrier()
-    # From here on, consecutive threads have consecutive features, so that stores to global memory are
-    # coalesced.
+    # From here on, consecutive threads have consecutive features, so stores to global memory are coalesced.
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
         held = lanes.minimum(token, tokens - 1)  # Surplus threads read valid memory, but don't store.

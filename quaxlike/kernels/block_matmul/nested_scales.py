@@ -18,10 +18,9 @@ from .. import blockwise
 class NestedScales:
     """Block scales quantised to 8 bits each ("double quantisation"), given by `map[codes] * absmax + offset`.
 
-    Every `absmax` is shared by 256 blocks. This is useful because the scales take up a significant part of a
-    quantised weight's memory. For example, 4-bit codes in blocks of 64 amount to 4.13 bits per weight,
-    compared to 4.5 bits with float32 scales. Kernels decode the scales on the fly. For stacked weights, all
-    three arrays can have leading axes.
+    256 blocks share each `absmax`. Scales take up a significant part of a quantised weight's memory: for
+    example, 4-bit codes in blocks of 64 amount to 4.13 bits per weight, compared to 4.5 bits with float32
+    scales. Kernels decode the scales on the fly. For stacked weights, all three arrays can have leading axes.
 
     **Arguments:**
 
@@ -32,8 +31,7 @@ class NestedScales:
         Defaults to the signed dynamic map.
     """
 
-    # These aren't necessarily arrays. For example, they can also be `jax.ShapeDtypeStruct`s or the references
-    # of a kernel.
+    # Not necessarily arrays, but e.g. also `jax.ShapeDtypeStruct`s or a kernel's references.
     codes: Any
     absmax: Any
     offset: Any
@@ -53,9 +51,8 @@ class NestedScales:
                 f"NestedScales takes codes of uint8, and absmax and offset that are floats; found {dtypes}."
             )
 
-    # If the map is given as a tuple, then we treat it as static. If it were a leaf, then it wouldn't have the
-    # leading axes that all other leaves have, and so e.g. `jax.vmap` would fail. Kernels still receive it as
-    # an operand.
+    # A map given as a tuple is static. As a leaf, it would lack the leading axes of all other leaves, and so
+    # e.g. `jax.vmap` would fail. Kernels still receive it as an operand.
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[float, ...] | None]:
         static = self.quant_map if isinstance(self.quant_map, tuple) else None
@@ -65,7 +62,7 @@ class NestedScales:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[float, ...] | None, parts: Sequence[Any]) -> "NestedScales":
-        # Skip validation, because JAX also unflattens with placeholders that don't have a shape.
+        # Skip validation, because JAX also unflattens with placeholders without a shape.
         new = object.__new__(cls)
         for f, part in zip(dataclasses.fields(cls), parts, strict=True):
             object.__setattr__(new, f.name, part)
@@ -89,17 +86,17 @@ class NestedScales:
         return np.asarray(self.quant_map, np.float32) if isinstance(self.quant_map, tuple) else self.quant_map
 
     def with_map(self) -> "NestedScales":
-        """Returns a copy for which the map is an array."""
+        """Returns a copy with the map as an array."""
         return dataclasses.replace(self, quant_map=jnp.asarray(self.table))
 
     def operands(self) -> tuple[Array, Array, Array, Array]:
-        """Returns codes, absmax, offset and map, in the form that kernels expect."""
+        """Returns codes, absmax, offset and map, as expected by kernels."""
         return self.codes, self.absmax, self.offset, jnp.asarray(self.table)
 
     def __getitem__(self, i: Any) -> Any:
         """Returns one or several operands.
 
-        This is for backward compatibility with version 0.1, in which kernels accepted a named tuple.
+        This is for backward compatibility with version 0.1, where kernels accepted a named tuple.
         """
         return self.operands()[i]
 
@@ -113,7 +110,7 @@ def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
     def dense(codes: Array, absmax: Array, offset: Array) -> Array:
         return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
-    # If there are leading axes then these stack several weights, each of which has separate blocks.
+    # Any leading axes stack several weights, each with separate blocks.
     for _ in range(scale.offset.ndim):
         dense = jax.vmap(dense)
     return dense(scale.codes, scale.absmax, scale.offset)

@@ -1,7 +1,7 @@
 """Primitives for multiplying by a stored weight, with derivatives and several backends.
 
-Their derivatives are themselves products with the same bytes (see `Product.transposed`), so that the backward
-pass does not need to store a dense weight.
+Their derivatives are themselves products with the same bytes (see `Product.transposed`), so the backward pass
+does not need a dense weight.
 """
 
 import functools
@@ -27,7 +27,7 @@ from .nested_scales import NestedScales
 from .product import Decode, Nibbles, Product
 from .reference import in_eight_bits, tiled, times_adapters, whole
 
-# With at most this many rows of activations, XLA might fuse decoding into the matrix multiplication.
+# With at most this many rows of activations, XLA may fuse decoding into the matrix multiplication.
 _ROWS_FOR_XLA = 64
 
 
@@ -37,7 +37,7 @@ def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Seq
 
 
 def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[..., Array]:
-    """Converts a function of `x`, leaves, `t` and `b` to one that accepts the primitive's operands."""
+    """Converts a function of `x`, leaves, `t` and `b` to one of the primitive's operands."""
 
     def run(x: Array, *operands: Any, **params: Any) -> Array:
         leaves, low_rank = _parted(operands, adapters)
@@ -100,7 +100,7 @@ def _choose(
 def _native(
     choose: Any, run: Any, decode: Decode, product: Product, platform: str, x: Any, *, partitioned: bool
 ) -> Choice | str:
-    """Returns the product that `choose` selects from the native library, or the reason why it has none."""
+    """Returns the product selected from the native library by `choose`, or why it has none."""
     library = library_on(platform)
     if isinstance(library, str):
         return library
@@ -131,8 +131,8 @@ def _choose_rounded(
 ) -> Choice:
     """Chooses the product for inputs in 8 bits.
 
-    Only the native product rounds `x`. We never fall back to the reference by ourselves, as this would be
-    slower than not rounding at all, but users can ask for it.
+    Only the native product rounds `x`. There is no fallback to the reference, which is slower than not
+    rounding at all, but users can ask for it.
     """
     kernels: Any = {"native": functools.partial(_native, cpu.choose_rounded, run, decode, product)}
     choice = first_choice(platform, backend, run(_reference), kernels, x, partitioned=partitioned)
@@ -148,7 +148,7 @@ def _choose_rounded(
 def _kernel(
     run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
-    """Converts codes and scales to the form that a kernel supports, and then runs it."""
+    """Converts codes and scales to what a kernel supports, and then runs it."""
     *operands, zeros = decode.operands(leaves, decoded=decoded)
     zero_points = {} if zeros is None else {"zeros": zeros}
     stored = decode.stored(product, decoded=decoded)
@@ -165,8 +165,8 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode,
 
 
 def _transpose(ct: Any, x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> Any:
-    # Only the product with `x` is transposed here. Cotangents for scales are obtained from the reference, as
-    # these need to be decoded.
+    # Only the product with `x` is transposed here. Cotangents for scales need decoding, and are obtained from
+    # the reference.
     if not ad.is_undefined_primal(x):
         return NotImplemented
     product = product.transposed(np.dtype(x.aval.dtype))
@@ -187,8 +187,7 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
         return NotImplemented
     params["product"] = params["product"].unrounded()
     out_dtype, terms = params["product"].out_dtype, []
-    # If both `x` and `t` are perturbed, then a single fused product is enough, which only reads the weight
-    # once.
+    # If both `x` and `t` are perturbed, use a single fused product, which only reads the weight once.
     if x_dot is not None and t_dot is not None:
         terms.append(lora_matmul_p(x_dot, *leaves, t_dot, b, **params))
     elif x_dot is not None:
@@ -201,8 +200,8 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
 
 
 def _transpose_with_adapters(ct: Any, x: Any, *operands: Any, **params: Any) -> Any:
-    # The product is jointly linear in `x` and `t`. Terms for a perturbed `b` don't involve the weight, so
-    # these simply use `dot_general`.
+    # The product is jointly linear in `x` and `t`. Terms for a perturbed `b` don't involve the weight, and
+    # simply use `dot_general`.
     leaves, (t, b) = _parted(operands, True)
     if any(map(ad.is_undefined_primal, (*leaves, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
@@ -244,14 +243,14 @@ def _partitioning(
         outputs = free if free in re.split(r"[ ,]+", weight) else "outputs"
         names += f", {' '.join(rows)} adapters rank, adapters {outputs} rank"
         shared = (1 + len(jax.tree.leaves(leaves)),)
-    # The rows of `x` take precedence. If the weight is sharded across the same devices then we need to gather
-    # it, but this happens whilst it still consists of codes.
+    # The rows of `x` take precedence. A weight sharded across the same devices is gathered whilst it still
+    # consists of codes.
     rule = f"{names} -> {' '.join([*rows, free])}"
     return Partitioning(rule, sums, first=(*rows, "n", "k"), shared=shared)
 
 
 def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
-    """Returns the parameters that correspond to a device's weight shard."""
+    """Returns the parameters for a device's weight shard."""
     return {"decode": decode, "product": decode.local(leaves, product), **params}
 
 
@@ -295,18 +294,18 @@ def block_matmul(
     """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight in any format.
 
     On a CPU this never materialises `W`, whilst on a GPU it materialises at most 128 MiB at a time. The
-    result is differentiable with respect to `x` and `low_rank`, and with respect to all leaves in which
-    `decode` is differentiable.
+    result is differentiable with respect to `x` and `low_rank`, and to all leaves in which `decode` is
+    differentiable.
 
     **Arguments:**
 
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
-    - `leaves`: the arrays from which `decode` obtains `W`: codes, scales, minima.
+    - `leaves`: the arrays decoded by `decode`: codes, scales, minima.
     - `decode`: decodes the leaves to `W`, and describes their layout to the kernels.
     - `shape`: `W`'s shape `(N, K)`.
     - `block_size`: how many codes share a scale.
     - `transpose`: whether to contract over `N` rather than `K`.
-    - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
+    - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, of shape
         `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
     - `compute`: as for `Product`. This must be None if `transpose` is set.

@@ -1,18 +1,18 @@
-"""Describes a product with a stored weight, and decodes that weight.
+"""Describes a product with a stored weight, and decodes the weight.
 
-There are two decoders: `Nibbles` for 4-bit codes whose blocks can cross rows, and `Rows` for rows of codes in
-any codec. A decoder is a static parameter of the primitive, and decodes the leaves of a weight `W` to
+There are two decoders: `Nibbles` for 4-bit codes with blocks that can cross rows, and `Rows` for rows of
+codes in any codec. A decoder is a static parameter of the primitive, decoding a weight `W`'s leaves to
 float32. It has the following methods and attributes:
 
 - `tiles(start, rows)` decodes `rows` rows, starting at row `start` (which must be even), as `stride`
-    interleaved planes: columns 0, stride, …; columns 1, stride + 1, …; and so on. The planes are left as they
-    are, because interleaving them would be as expensive as decoding.
+    interleaved planes: columns 0, stride, …; columns 1, stride + 1, …; and so on. The planes stay separate:
+    interleaving them would be as expensive as decoding.
 - `matrix` decodes `W`, or a slice of its rows. `aligned` must divide the slice's bounds.
-- `scaled_rows` returns `W` as values that are exactly representable in any floating dtype, together with one
-    scale per row; `None` if there is no such representation.
-- `stored` returns the product along with the layout details that kernels need, or `None` if no kernel
+- `scaled_rows` returns `W` as values exactly representable in any floating dtype, together with one scale per
+    row, or `None` if this isn't possible.
+- `stored` returns the product along with the layout details needed by kernels, or `None` if no kernel
     supports it. `operands` returns the corresponding codes, scales, value table and zero points. Passing
-    `decoded` converts scales and zero points to float32, for kernels that do not support anything else.
+    `decoded` converts scales and zero points to float32, for kernels supporting nothing else.
 - `dimensions` is used for `Partitioning`. It returns a name for each leaf dimension (n and k if it is a
     dimension of `W`), and the names over which shards can be summed. `None` leaves partitioning to XLA.
     `local` returns the product for a single shard.
@@ -56,12 +56,12 @@ class Product:
     - `bias`: the offset for which `code = table[code] + bias`, or `None` if values must be looked up in the
         table.
     - `low_first`: whether a byte's first code is in its low nibble.
-    - `scales`: `"float"` for scales in any floating dtype. Scales can also be bytes, in which case this is
-        `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
+    - `scales`: `"float"` for scales in any floating dtype. For scales stored as bytes: `"e4m3"`, or for
+        powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
-    - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` that each have a float32 scale,
-        `"bfloat16"` to round it to that dtype, or None to use it as it is. Note that derivatives are those of
-        the product without rounding.
+    - `compute`: `"int8"` to round `x` to 8 bits, in blocks of 32 along `K` with a float32 scale each,
+        `"bfloat16"` to round it to that dtype, or None to use it as it is. Derivatives are those of the
+        product without rounding.
     """
 
     shape: tuple[int, int]
@@ -87,7 +87,7 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes per row, provided that each row starts on a byte boundary."""
+        """The number of bytes per row, if each row starts on a byte boundary."""
         return self.shape[1] * self.bits // 8
 
     @property
@@ -97,11 +97,11 @@ class Product:
 
     @property
     def row_blocks(self) -> int:
-        """How many scales each row has, provided that each row starts on a block boundary."""
+        """How many scales each row has, if each row starts on a block boundary."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
-        """Returns the other contraction with the same weight, which does not round."""
+        """Returns the other contraction with the same weight, without rounding."""
         return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype, compute=None)
 
     def unrounded(self) -> "Product":
@@ -157,8 +157,8 @@ class Nibbles:
             return look_up(pairs, jnp.repeat(scale, span // 2, axis=1))
 
         def unaligned(start: Array | int, rows: int) -> list[Array]:
-            """Returns rows of `W` when these can begin halfway through a byte. `start` must be even."""
-            # If `k` is odd then only even rows begin on a byte boundary, which is why tiles start at them.
+            """Returns rows of `W` that can begin halfway through a byte. `start` must be even."""
+            # If `k` is odd, only even rows begin on a byte boundary, so tiles start at them.
             first, count = start * k // 2, (rows * k + 1) // 2
             pairs = lax.dynamic_slice_in_dim(packed, first, count)
             scale = absmax[(first + jnp.arange(count)) // (block // 2)]
@@ -171,7 +171,7 @@ class Nibbles:
         (n, k), block = product.shape, product.block_size
         packed, absmax, codebook = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1), leaves[2]
         start, stop, _ = rows.indices(n)
-        # Callers only use multiples of `aligned`, which means that we never slice through a byte or a block.
+        # Callers only use multiples of `aligned`, so this never slices through a byte or a block.
         packed = packed[start * k // 2 : (stop * k + 1) // 2]
         absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
         return dequantize_codebook(packed, absmax, codebook, n=n * k, block_size=block).reshape(n, k)
@@ -198,7 +198,7 @@ class Nibbles:
     def local(self, leaves: Leaves, product: Product) -> Product:
         if leaves[0].ndim != 2:
             return product
-        n, row_bytes = leaves[0].shape  # with rows of codes, we can infer this shard's shape
+        n, row_bytes = leaves[0].shape  # rows of codes determine this shard's shape
         return dataclasses.replace(product, shape=(n, 2 * row_bytes))
 
 
@@ -263,8 +263,8 @@ class Rows:
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
         if not self.linear:
             return None
-        # If rows end in a partial block, then we can't shard the columns. If there is just a single scale per
-        # row, then this is replicated across all shards of the columns.
+        # If rows end in a partial block, columns can't be sharded. A single scale per row is replicated
+        # across all shards of the columns.
         whole = product.shape[1] % product.block_size == 0
         k, blocks = ("k" if whole else "kept"), ("k" if whole and leaves[1].shape[1] != 1 else "blocks")
         return f"n {k}, n {blocks}", ("n",) if product.transpose else ("k",) if whole else ()
@@ -275,12 +275,12 @@ class Rows:
         return dataclasses.replace(product, shape=(n, part))
 
     def parts(self, leaves: Leaves) -> list[Any]:
-        """Returns the codes, scale, outer scale, zero and outer zero, each of which is `None` if absent."""
+        """Returns the codes, scale, outer scale, zero and outer zero, each `None` if absent."""
         rest = iter(leaves)
         return [next(rest) if p else None for p in self.present]
 
     def _reads_scales(self, decoded: bool) -> bool:
-        """Returns whether kernels read the scales directly in their stored form."""
+        """Returns whether kernels read the scales directly, as stored."""
         _, _, outer, _, outer_zero = self.present
         return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *E8M0)
 

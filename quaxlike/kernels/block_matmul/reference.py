@@ -1,7 +1,7 @@
 """The reference implementation for products with a stored weight, in plain JAX, which kernels must match.
 
-XLA does not fuse decoding into a dot on CPUs. We therefore decode just a few rows at a time, as a tile that
-stays in cache, so that the dense weight is never materialised.
+XLA does not fuse decoding into a dot on CPUs. So just a few rows are decoded at a time, as a tile that stays
+in cache, and the dense weight is never materialised.
 """
 
 import functools
@@ -20,8 +20,8 @@ from ..multilinear import accumulator_dtype, dot_general, is_spread, precision_f
 from .product import Decode, Product, Tiles
 
 # How many weights to decode at a time. With few rows of `x` this is 1 MiB of float32, to fit into a core's L2
-# cache. With many rows we use larger tiles, which provide every step with enough work for all cores, and
-# require fewer passes over the activations and the accumulator.
+# cache. With many rows, larger tiles provide every step with enough work for all cores, and require fewer
+# passes over the activations and the accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
 _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
 
@@ -32,7 +32,7 @@ _UNIT = 32
 def in_eight_bits(x: Float[Array, "*batch k"]) -> Float32[Array, "*batch k"]:
     """Rounds `x` to 8 bits, in blocks of 32. This is llama.cpp's Q8_0, but with scales in float32.
 
-    The derivative is that of the identity. If any number in a block is infinite or NaN, then the whole block
+    The derivative is that of the identity. If any number in a block is infinite or NaN, the whole block
     becomes NaN.
     """
     x, k = x.astype(jnp.float32), x.shape[-1]
@@ -46,7 +46,7 @@ def in_eight_bits(x: Float[Array, "*batch k"]) -> Float32[Array, "*batch k"]:
 
 
 def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
-    """Wraps a product so as to also add the adapters' `t @ b.T` (if any), before the result is rounded."""
+    """Wraps a product to also add the adapters' `t @ b.T` (if any), before rounding the result."""
 
     @functools.wraps(product_of)
     def both(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
@@ -68,8 +68,8 @@ def tiled(
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1])
-    # On processors with bfloat16 instructions it is faster to multiply many rows in bfloat16 than in float32,
-    # and on others the speed is about the same.
+    # Many rows are faster to multiply in bfloat16 than in float32 on processors with bfloat16 instructions,
+    # and about as fast on others.
     many = isinstance(x.shape[0], int) and x.shape[0] >= _MANY_ROWS_OF_X
     if not (dtype == jnp.bfloat16 and many):
         x = x.astype(accumulator_dtype(dtype))
@@ -87,7 +87,7 @@ def tiled(
 def whole(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` to `x`'s dtype in a single expression, which some compilers will fuse into the dot."""
+    """Decodes `W` to `x`'s dtype in a single expression, which some compilers fuse into the dot."""
     if (parts := scaled_outside(x, leaves, decode, product)) is None:
         return times(x, decode.matrix(leaves, product), product)
     return times_scaled(x, *parts, product)
@@ -96,11 +96,11 @@ def whole(
 def scaled_outside(
     x: Array, leaves: Sequence[Any], decode: Decode, product: Product
 ) -> tuple[Array, Array] | None:
-    """Returns values and row scales, if it is possible to scale `x` or the result rather than the weight.
+    """Returns values and row scales, if `x` or the result can be scaled rather than the weight.
 
-    XLA is able to fuse a cast into the dot, but not a multiplication by scales, for which it would write out
-    the dense weight. We don't do this for float16 when contracting over rows, because there multiplying a
-    small cotangent by a scale can underflow.
+    XLA can fuse a cast into the dot, but not a multiplication by scales, for which it would write out the
+    dense weight. Not for float16 when contracting over rows, where multiplying a small cotangent by a scale
+    can underflow.
     """
     return None if product.transpose and x.dtype == np.float16 else decode.scaled_rows(leaves)
 
@@ -136,7 +136,7 @@ def to_ranks(
     scaling: Any,
     index: Int[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch adapters rank"]:
-    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters that a row does not use."""
+    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters not used by a row."""
     params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
     t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
     if index is not None:
@@ -188,7 +188,7 @@ def contract_rows(
 
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
-    # Accumulate each plane separately, so that we only need to interleave them once at the end.
+    # Accumulate each plane separately, to only interleave them once at the end.
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
     if is_spread((x,)):  # with explicit mesh axes, the rows of the result inherit the sharding of x's rows
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
@@ -202,7 +202,7 @@ def contract_rows(
 def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     """Rounds `values` to a floating `dtype`'s precision, without changing their dtype."""
     info = jnp.finfo(dtype)
-    # Not `values.astype(dtype).astype(values.dtype)`, as XLA would elide the pair of casts.
+    # Not `values.astype(dtype).astype(values.dtype)`, because XLA would elide the pair of casts.
     return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
 
 
@@ -215,7 +215,7 @@ def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
     """Returns the number of tiles and the (even) row count per tile. Any rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
-    # Never decode a large weight in one go, as XLA would then keep it alive until the backward pass.
+    # Never decode a large weight in one go: XLA would then keep it alive until the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
     few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension is not an int
     weights = _TILE_FEW if few else many

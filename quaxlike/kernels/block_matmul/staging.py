@@ -1,12 +1,11 @@
 """Stages codes, scales and zero points in shared memory, using asynchronous copies issued ahead of time.
 
 On a multiprocessor, copying 4 bytes takes nearly as long as copying 16 bytes. (We measured this on an H200.)
-If there are few tokens then a product is limited by how many copies there are. For this reason, all threads
-in a warp copy its weight tile together using the widest possible instructions, and afterwards each thread
-reads what it decodes.
+With few tokens, a product is limited by the number of copies. So all threads in a warp copy its weight tile
+together using the widest possible instructions, and afterwards each thread reads what it decodes.
 
-The layout is swizzled to avoid bank conflicts. Importantly, copies and reads must use the same swizzle,
-because otherwise a thread would decode a different row's codes.
+The layout is swizzled to avoid bank conflicts. Copies and reads must use the same swizzle: otherwise a thread
+would decode a different row's codes.
 """
 
 import math
@@ -22,7 +21,7 @@ _CHUNK = 16  # bytes of codes per copy
 
 
 class Field(NamedTuple):
-    """The part of a tile that holds one array of scales or zero points, as words in row-major order.
+    """The part of a tile holding one array of scales or zero points, as words in row-major order.
 
     **Attributes:**
 
@@ -50,7 +49,7 @@ class Field(NamedTuple):
             return cls(divisor, size, 1 if regular else 2, 1, regular)
         row_bytes, span = row_blocks * size, count * size
         regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
-        # If a span is unaligned, then it can start up to three bytes into its first word.
+        # An unaligned span can start up to three bytes into its first word.
         words = -(-span // 4) if regular else (span + 6) // 4
 
         def fits(v: Any) -> Any:
@@ -65,12 +64,12 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """Returns how many bytes a tile takes. We round up, so that each thread has a slot to copy to."""
+        """Returns how many bytes a tile takes, rounded up so that each thread has a slot to copy to."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
 class TileLayout:
-    """The layout of a warp's tile in shared memory, which contains codes, scales and zero points."""
+    """The layout of a warp's tile in shared memory, with codes, scales and zero points."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
         self.p, bits = p, p.product.bits
@@ -78,7 +77,7 @@ class TileLayout:
         self.columns = BLOCK * (1 if p.product.transpose else tiling.unroll)
         self.row_bytes = self.columns * bits // 8
         self.chunks = self.row_bytes // _CHUNK
-        # The number of chunks in a row that are read together by a group of threads.
+        # The number of chunks in a row read together by a group of threads.
         self.span = 2 if p.product.transpose else bits // 2
         kinds = [p.scales, *([] if p.product.zeros is None else [p.zeros])]
         self.fields = [[Field.of(p, self.rows, self.columns, *s) for s in STREAMS[kind]] for kind in kinds]
@@ -103,12 +102,12 @@ class TileLayout:
         return line * self.span % self.chunks
 
     def row(self, place: Reg) -> Reg:
-        """Returns the row that is stored at a position. Rows that are read together are made adjacent."""
+        """Returns the row stored at a position. Rows read together are made adjacent."""
         return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
 
 
 class StagedTiles:
-    """Copies a warp's tiles to shared memory, then reads back the parts that each thread needs."""
+    """Copies a warp's tiles to shared memory, then reads back the parts needed by each thread."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class StagedTiles:
         for i in range(0, layout.rows * layout.chunks, 32):
             at = self.lane + i
             place, chunk = at // layout.chunks, at % layout.chunks
-            # Up to an offset that is known statically, rows are arranged in the same way in every iteration.
+            # Up to a statically known offset, rows are arranged in the same way in every iteration.
             swizzle = layout.swizzle(self.lane // layout.chunks % 8 + i // layout.chunks % 8)
             of_row, of_chunk = row + layout.row(place), column + chunk * per_chunk
             here = (of_row < n) & (of_chunk < k)
@@ -154,7 +153,7 @@ class StagedTiles:
             if layout.rows * across % 32:  # The last iteration has more threads than words in this case.
                 here = here & (place < layout.rows)
             word = self._word(of_row, column, field) + at % across * field.at_once
-            # We need to clamp this, because wide copies must never read beyond the end of the array.
+            # Clamp this, because wide copies must never read beyond the end of the array.
             source = lanes.minimum(word, last) * 4
             memory.copy_to(source, self.shared, start + at * (4 * field.at_once), 4 * field.at_once, here)
 
@@ -163,7 +162,7 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """Returns the word in which the scale or zero point at this row and column starts."""
+        """Returns the index of the word holding the scale or zero point of this row and column."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 

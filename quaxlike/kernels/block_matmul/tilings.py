@@ -1,11 +1,11 @@
-"""The products that are computed by fused kernels, and how we divide these between thread blocks."""
+"""The products computed by fused kernels, and how these are divided between thread blocks."""
 
 import dataclasses
 from typing import NamedTuple
 
 from .product import Product
 
-BLOCK = 64  # the number of columns that a warp processes (and possibly scales) together
+BLOCK = 64  # the number of columns processed (and possibly scaled) together by a warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Problem(NamedTuple):
     **Attributes:**
 
     - `product`: `W`'s shape, and how it is stored.
-    - `m`: the number of tokens. If there are more than `group_size`, then these are divided into groups,
-        which are handled by different thread blocks.
+    - `m`: the number of tokens. If there are more than `group_size`, these are divided into groups, handled
+        by different thread blocks.
     - `dtype`: the activations' dtype, either bfloat16 or float16.
     - `out_dtype`: the dtype in which to store the result's terms.
     - `adapters`, `rank`: the low-rank term's sizes, if any. The rank is a multiple of 16.
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
     @property
     def group_size(self) -> int:
         # For `x @ W`, each thread has four times as many features per token, and so also four times as many
-        # accumulators. This means that fewer tokens fit into its registers.
+        # accumulators. So fewer tokens fit into its registers.
         return 32 if self.product.transpose else 64
 
     @property
@@ -82,12 +82,12 @@ class Problem(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The number of elements that a warp contracts at a time."""
+        """The number of elements contracted at a time by a warp."""
         return 16 if self.product.transpose else BLOCK
 
 
-# These are the fastest tilings that we found on an H200, for weights of shapes 14336×4096, 4096×14336 and
-# 4096². You can tune them again using `python -m benchmarks.gpu --tune`.
+# The fastest tilings found on an H200, for weights of shapes 14336×4096, 4096×14336 and 4096². Tune them
+# again using `python -m benchmarks.gpu --tune`.
 _TILINGS = (
     # maximum number of token tiles, minimum number of rows of W
     (2, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=2)),
@@ -96,7 +96,7 @@ _TILINGS = (
     (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=2)),
     (8, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=1)),
 )
-# For `x @ W`, each thread block has this many columns. We then split the rows until there are enough thread
+# For `x @ W`, each thread block has this many columns. Rows are then split until there are enough thread
 # blocks.
 _TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
 _ENOUGH_BLOCKS, _MOST_SPLITS = 256, 8
@@ -109,7 +109,7 @@ def tiling_for(p: Problem) -> Tiling:
         most = min(_MOST_SPLITS, _ENOUGH_BLOCKS // blocks(p, _TRANSPOSED), n // 256)
         return dataclasses.replace(_TRANSPOSED, splits=1 << max(most, 1).bit_length() - 1)
     tiling = next(tiling for tiles, rows, tiling in _TILINGS if p.token_tiles <= tiles and n >= rows)
-    # Don't unroll for 8-bit codes, because these need more shared memory per step.
+    # Don't unroll for 8-bit codes, which need more shared memory per step.
     return dataclasses.replace(tiling, unroll=1) if p.product.bits == 8 else tiling
 
 

@@ -1,9 +1,9 @@
 """The matmul with stored weights on TPUs.
 
-Codes are used in their stored layout. If a byte packs two codes, then these are two adjacent columns in a row
-of `W`. As bytes are laid out along lanes, one nibble in every byte belongs to an even column and the other to
-an odd column. We multiply one plane by the even columns of `x` and the other one by the odd columns. This
-means that we don't have to interleave them, which would be expensive.
+Codes are used in their stored layout. If a byte packs two codes, these are two adjacent columns in a row of
+`W`. Bytes are laid out along lanes, so one nibble in every byte belongs to an even column and the other to an
+odd column. One plane is multiplied by the even columns of `x` and the other one by the odd columns, without
+interleaving them, which would be expensive.
 
 Values for 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
 a register's 128 lanes, as are values for 8-bit codes, and (prior to TPU v5) for all codes. Lookups along
@@ -32,7 +32,7 @@ _ROWS_OF_X = 256  # in a tile
 
 
 def choose(platform: str, x: Any, *, product: Product, partitioned: bool, **params: Any) -> Choice | str:
-    """Returns how to run the operation on a TPU, or the reason why this is not supported."""
+    """Returns how to run the operation on a TPU, or why this is not supported."""
     refusal = PARTITIONED if partitioned else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
@@ -81,7 +81,7 @@ def matmul(
     packed = packed.reshape(n, product.row_bytes)
 
     def by_blocks(z: Any) -> Any:
-        # We need to pad this, because lookups along lanes require whole registers.
+        # Pad this, because lookups along lanes require whole registers.
         z = z.reshape(n, product.row_blocks).astype(jnp.float32)
         return jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
 
@@ -97,7 +97,7 @@ def matmul(
     else:
         if low_rank:
             t, b = low_rank
-            # Concatenate all adapters into a single one, whose rank is the sum of theirs.
+            # Concatenate all adapters into a single one: its rank is the sum of theirs.
             low_rank = as_rows(t.reshape(m, -1)), jnp.moveaxis(b, 0, 1).reshape(n, -1)
         y = _forward([x[:, i::planes] for i in range(planes)], low_rank, weight, rows, out_dtype, interpret)
     return y[:m].reshape(*lead, y.shape[1])
@@ -275,7 +275,7 @@ def _transposed(
 
 
 def _looks_up_along_sublanes(interpret: bool) -> bool:
-    """Returns whether the target TPU supports lookups along sublanes, which is the case from v5 onwards."""
+    """Returns whether the target TPU supports lookups along sublanes, i.e. is v5 or later."""
     import jax.experimental.pallas.tpu as pltpu
 
     return interpret or pltpu.get_tpu_info().generation >= 5
@@ -289,13 +289,13 @@ def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
 def _compiler_params() -> Any:
     import jax.experimental.pallas.tpu as pltpu
 
-    # The last axis of the grid is the contraction, which must be sequential because we accumulate over it.
+    # The grid's last axis is the contraction, which is accumulated over and so must be sequential.
     return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
 def _dot(x: Array, w: Array, axis: int) -> Array:
     """Contracts `x`'s last axis with the given axis of `w`."""
-    # By default, TPUs would round float32 operands to bfloat16.
+    # By default, TPUs round float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,
@@ -307,5 +307,5 @@ def _dot(x: Array, w: Array, axis: int) -> Array:
 
 
 def _tile(size: int, largest: int) -> int:
-    """Returns the largest power of two (at most `largest`, itself a power of two) that divides `size`."""
+    """Returns the largest power of two (at most `largest`, itself a power of two) dividing `size`."""
     return math.gcd(size, largest)

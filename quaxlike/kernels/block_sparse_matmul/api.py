@@ -32,10 +32,10 @@ def block_sparse_matmul(
 ) -> Float[Array, "*batch free"]:
     """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight with only some square blocks stored.
 
-    `W` has shape `(N, K)` and is zero outside its blocks. These are stored as block-ELL, in which every block
-    row has as many slots as the fullest row needs. Products are accumulated in float32. They take time
-    proportional to the number of slots, so this works best if blocks are spread evenly over rows. The result
-    is differentiable with respect to `x` and the stored blocks.
+    `W` has shape `(N, K)` and is zero outside its blocks. These are stored as block-ELL: every block row has
+    as many slots as the fullest row needs. Products are accumulated in float32, in time proportional to the
+    number of slots, so this works best if blocks are spread evenly over rows. The result is differentiable
+    with respect to `x` and the stored blocks.
 
     !!! example
 
@@ -96,7 +96,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 def _either(
     first: Callable[..., Choice | str], second: Callable[..., Choice | str]
 ) -> Callable[..., Choice | str]:
-    """Returns a choice that uses the second kernel if the first one does not support an operation."""
+    """Chooses the second kernel for operations not supported by the first one."""
 
     def choose(*operands: Any, **params: Any) -> Choice | str:
         choice = first(*operands, **params)
@@ -128,8 +128,8 @@ def _transpose(
         params["out_dtype"] = np.dtype(x.aval.dtype)  # as for all cotangents, regardless of the result
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
-    # We only compute cotangents for the stored blocks. The sparsity pattern is fixed, and a dense cotangent
-    # would defeat the purpose of having a sparse weight.
+    # Only the stored blocks have cotangents. The sparsity pattern is fixed, and a dense cotangent would
+    # defeat the purpose of having a sparse weight.
     by_rows, by_columns = (x, ct) if transpose else (ct, x)
     ct_blocks = sampled_matmul_p(
         by_rows,

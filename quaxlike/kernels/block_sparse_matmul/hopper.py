@@ -1,11 +1,11 @@
 """The block-sparse matmul on Hopper GPUs.
 
 Each thread block computes a tile of tokens for one of the result's feature blocks, by multiplying activation
-tiles with stored blocks on the tensor cores. One warpgroup is only responsible for prefetching the tiles
-needed by the others, whose positions are given by the index.
+tiles with stored blocks on the tensor cores. One warpgroup only prefetches the tiles needed by the others,
+from positions given by the index.
 
-Slots without a block have an out-of-bounds index, for which loads return zeros. This means that we don't need
-any branches for padding.
+Slots without a block have an out-of-bounds index, for which loads return zeros. This avoids any branches for
+padding.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
-_DEPTH = 64  # features contracted at a time, which is 128 bytes, i.e. the widest available swizzle
+_DEPTH = 64  # features contracted at a time: 128 bytes, i.e. the widest available swizzle
 _ROWS = 8  # the rows per tile in the layout of shared memory
 _COMPUTE_WARPGROUPS = 2
 _STAGES = 3
@@ -30,7 +30,7 @@ _STAGES = 3
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """Returns how to run the product on a Hopper GPU, or the reason why this is not supported."""
+    """Returns how to run the product on a Hopper GPU, or why this is not supported."""
     slots = (transposed_idx if transpose else col_idx).size
     refusal = _refusal(platform, x, blocks, blocks.shape[-1], slots, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
@@ -39,7 +39,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how to run the sampled product on a Hopper GPU, or the reason why this is not supported."""
+    """Returns how to run the sampled product on a Hopper GPU, or why this is not supported."""
     refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", sampled) if refusal is None else refusal
 
@@ -78,8 +78,7 @@ def matmul(
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # the number of tokens per warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    # We don't need to pad this, because out-of-bounds loads return zeros and out-of-bounds stores are
-    # dropped.
+    # No padding is needed: out-of-bounds loads return zeros, and out-of-bounds stores are dropped.
     x = x.reshape(m, x.shape[-1])
     parts = b // _DEPTH
 
@@ -181,16 +180,15 @@ def _product(
     out: jax.ShapeDtypeStruct,
     interpret: Any,
 ) -> Array:
-    """Multiplies tiles and sums the products, with one warpgroup that loads tiles and others that multiply
-    them.
+    """Multiplies tiles and sums the products: one warpgroup loads the tiles, the others multiply them.
 
     **Arguments:**
 
     - `tiles`: the shapes of each operand's tiles.
     - `place`: returns a thread block's work, given the index in global memory.
     - `matrices`: returns the matrices to be multiplied by a warpgroup, given two tiles in shared memory and
-        the rows that this warpgroup is responsible for.
-    - `own_rows`, `width`: the result's shape for each of the `warpgroups` that multiply.
+        this warpgroup's rows.
+    - `own_rows`, `width`: the result's shape for each of the multiplying `warpgroups`.
     - `steps`: the number of tile pairs to sum over.
     - `grid`: the sizes of the named axes used by `place`.
     """
@@ -213,7 +211,7 @@ def _product(
                 grid=(steps,),
                 in_specs=[smem(tiles[0], at.left_at), smem(tiles[1], at.right_at)],
                 max_concurrent_steps=min(_STAGES, steps),
-                memory_registers=40,  # loads need few, which leaves more for the warpgroups that multiply
+                memory_registers=40,  # loads need few, leaving more for the warpgroups that multiply
                 wg_axis="warpgroup",
                 num_compute_wgs=warpgroups,
                 compute_context=compute_context,

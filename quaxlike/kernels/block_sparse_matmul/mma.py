@@ -20,7 +20,7 @@ _ADDRESSED = 2**31  # bytes
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """Returns how to run the product on these GPUs, or the reason why this is not supported."""
+    """Returns how to run the product on these GPUs, or why this is not supported."""
     b, index = blocks.shape[-1], transposed_idx if transpose else col_idx
     sizes = x.size, blocks.size, index.size, math.prod(x.shape[:-1]) * index.shape[0] * b
     refusal = _refusal(platform, x, blocks, b, sizes, **params)
@@ -30,7 +30,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how to run the sampled product on these GPUs, or the reason why this is not supported."""
+    """Returns how to run the sampled product on these GPUs, or why this is not supported."""
     sizes = x.size, y.size, col_idx.size * block_size**2
     refusal = _refusal(platform, x, y, block_size, sizes, **params)
     return Choice("gpu", _HOW, sampled) if refusal is None else refusal

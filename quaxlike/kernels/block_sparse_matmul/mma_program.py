@@ -4,14 +4,14 @@ Each thread block computes a result tile. In every step it multiplies one tile f
 cores (using `mma.sync`).
 
 - *Tiles are copied in their stored layout* (using `cp.async`), from the positions given by the index into a
-    ring buffer in shared memory. The index is read one step before starting the copies. Blocks and rows that
-    don't exist are never read, and are instead filled with zeros.
+    ring buffer in shared memory. The index is read one step before starting the copies. Missing blocks and
+    rows are never read, but filled with zeros.
 - *Fragments are loaded using `ldmatrix`*, which transposes them if rows are contracted. 16-byte pieces are
-    permuted within 128-byte lines, which avoids bank conflicts for both the copies and `ldmatrix`. Both must
-    use the same permutation (`_permuted`).
-- *The result is written via shared memory*, so that stores by adjacent threads are coalesced.
+    permuted within 128-byte lines, avoiding bank conflicts for both the copies and `ldmatrix`. Both must use
+    the same permutation (`_permuted`).
+- *The result is written via shared memory*, coalescing stores by adjacent threads.
 
-This module should only be imported whilst tracing a kernel.
+Only import this module whilst tracing a kernel.
 """
 
 import functools
@@ -35,7 +35,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
     **Arguments:**
 
-    - `refs`: in global memory both operands, the index and the result, which are all two-dimensional; then
+    - `refs`: in global memory both operands, the index and the result, all two-dimensional; then
         `tiling.shared_words` words of shared memory.
     """
     left, right, index, out = map(MemoryRegion, refs[:-1])
@@ -48,8 +48,8 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
 
     def number(step: Reg) -> Reg:
-        # We need to clamp this, because we also read the index for steps past the end, even though their
-        # copies are then skipped.
+        # Clamp this: the index is also read for steps past the end, even though their copies are then
+        # skipped.
         return work.number(lanes.minimum(step, steps - 1))
 
     def stage(step: Reg) -> Reg:
@@ -74,7 +74,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     def step(i: Reg, carry: list[Reg]) -> list[Reg]:
         next_number, *acc = carry
         lanes.wait_for_copies(ahead - 1)
-        # All threads have now finished the previous step, so that its stage can be overwritten.
+        # All threads have now finished the previous step, so its stage can be overwritten.
         lanes.barrier()
         fetch(i + ahead, next_number)
         return [number(i + tiling.stages), *multiply(stage(i), acc)]
@@ -166,8 +166,8 @@ class _Shared(MemoryRegion):
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
         struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
-        # We mark this as having side effects. The compiler doesn't know that it reads from memory, so
-        # otherwise it might be moved across a barrier.
+        # Marked as having side effects: the compiler doesn't know that it reads from memory, and could
+        # otherwise move it across a barrier.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
 
@@ -219,7 +219,7 @@ class _Operand:
         """
         free, contracted = first + self.free, self.contracted + 16 * k
         row, column = (contracted, free) if self.transposed else (free, contracted)
-        # Apart from `line`, all row offsets are multiples of 8, and these don't change the permutation.
+        # Apart from `line`, all row offsets are multiples of 8, which don't change the permutation.
         piece = self._permuted(column // _NUMBERS, self.line)
         at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
         return self.shared.load_matrices(at, transposed=self.transposed)
@@ -234,8 +234,7 @@ def _store(
     p: SparseProblem,
     tiling: SparseTiling,
 ) -> None:
-    """Rounds a warp's sums, and stores the ones that are in bounds. `place` is relative to the block's
-    tile."""
+    """Rounds a warp's sums, and stores those in bounds. `place` is relative to the block's tile."""
     thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
     row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
     for i in range(len(acc) // 2):

@@ -1,4 +1,4 @@
-"""Sizes and tilings for block-sparse products that use `mma.sync`."""
+"""Sizes and tilings for block-sparse products using `mma.sync`."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ class SparseProblem(NamedTuple):
     - `out`: the shape of the result.
     - `block_size`: the number of rows (and columns) in a block.
     - `slots`: the number of slots per block row.
-    - `absent`: index entries that are at least this large denote slots without a block.
+    - `absent`: index entries at least this large denote slots without a block.
     - `dtype`: either bfloat16 or float16, for both operands and the result.
     """
 
@@ -50,7 +50,7 @@ class SparseProblem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SparseTiling:
-    """The result tile that a thread block computes.
+    """The result tile computed by a thread block.
 
     **Attributes:**
 
@@ -76,7 +76,7 @@ class SparseTiling:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """The number of warps along rows and columns, chosen so that each warp has a nearly square tile."""
+        """The number of warps along rows and columns, giving each warp a nearly square tile."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
 
         def fits(warps: Any) -> Any:
@@ -99,7 +99,7 @@ class SparseTiling:
 
     @property
     def stages(self) -> int:
-        """The number of tile pairs that are kept in shared memory at a time."""
+        """The number of tile pairs kept in shared memory at a time."""
         return min(_MOST_STAGES, _RING // sum(self.operand_bytes))
 
     @property
@@ -109,7 +109,7 @@ class SparseTiling:
 
     @property
     def shared_words(self) -> int:
-        """The shared memory size in words, which first holds the ring buffer and then the result."""
+        """The shared memory size in words, first for the ring buffer and then for the result."""
         return max(self.stages * sum(self.operand_bytes), self.height * self.out_stride) // 4
 
 

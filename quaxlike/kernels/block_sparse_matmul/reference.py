@@ -1,16 +1,14 @@
 """The block-sparse matmul in plain JAX, as a scan over the weight's block rows.
 
 This neither materialises the weight nor gathers any operands. Each step multiplies stored blocks by slices of
-the activations, which have been split into feature blocks. Padding selects an additional zero block at the
-end. Note that we still need to mask out its products, because the padding itself can contain anything.
+the activations, split into feature blocks. Padding selects an additional zero block at the end. Its products
+must still be masked out, because the padding itself can contain anything.
 
 On GPUs there are typically many activations and little memory, so we can't afford to split the activations.
-For this case there are the `…_sliced` functions, which multiply slices of rows and update the result in
-place.
+The `…_sliced` functions instead multiply slices of rows and update the result in place.
 
-Blocks are numbered in the order in which they are stored, so that slot `j` of block row `n` has number
-`n · slots + j`. Rows and columns with fewer blocks than others are padded with an out-of-bounds index, as in
-BCOO.
+Blocks are numbered in their stored order: slot `j` of block row `n` has number `n · slots + j`. Rows and
+columns with fewer blocks than others are padded with an out-of-bounds index, as in BCOO.
 """
 
 import math
@@ -31,8 +29,8 @@ def transposed_index(
 ) -> Int[np.ndarray, "columns slots_transposed"]:
     """Computes the blocks in each block column, given the block column of each block.
 
-    The width of the result is the number of blocks in the fullest column. As this depends on the values in
-    `col_idx`, these must be concrete, not traced.
+    The result is as wide as the fullest column. This depends on the values in `col_idx`, so these must be
+    concrete, not traced.
 
     **Arguments:**
 
@@ -50,7 +48,7 @@ def transposed_index(
     column = flat[order]
     first = np.searchsorted(column, np.arange(columns + 1))
     width = np.diff(first).max(initial=0)
-    # Padding is sorted last, and so is written to an additional row, which we drop at the end.
+    # Padding is sorted last, and so is written to an additional row, dropped at the end.
     transposed = np.full((columns + 1, width), flat.size, np.int32)
     order, column = order[: first[-1]], column[: first[-1]]
     transposed[column, np.arange(column.size) - first[column]] = order
@@ -184,7 +182,7 @@ def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             w, column = block
-            # Products with padding are added to the additional last column, which we drop at the end.
+            # Products with padding are added to the additional last column, dropped at the end.
             return acc.at[column].add(_dot(x_row, w, ((1,), (0,)))), None
 
         return lax.scan(add, acc, (row_blocks, columns))[0], None
@@ -221,7 +219,7 @@ def _at(x: Array, index: Array) -> Array:
 
 
 def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
-    # Cast explicitly, as strict dtype promotion would raise an error if the dtypes differ.
+    # Cast explicitly: strict dtype promotion would raise an error if the dtypes differ.
     dtype = jnp.promote_types(x.dtype, w.dtype)
     return lax.dot_general(
         x.astype(dtype),

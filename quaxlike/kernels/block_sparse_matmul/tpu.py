@@ -17,14 +17,14 @@ _ROWS_OF_X = 512  # in a tile
 
 
 def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
-    """Returns how to run the product on a TPU, or the reason why this is not supported."""
+    """Returns how to run the product on a TPU, or why this is not supported."""
     return _choice(matmul, platform, x, blocks, blocks.shape[-1], blocks.size, **params)
 
 
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how to run the sampled product on a TPU, or the reason why this is not supported."""
+    """Returns how to run the sampled product on a TPU, or why this is not supported."""
     return _choice(sampled, platform, x, y, block_size, col_idx.size, **params)
 
 
@@ -67,10 +67,10 @@ def matmul(
     weight = blocks.reshape(rows * slots, b, b)
     absent = rows * slots if transpose else transposed_idx.shape[0]
 
-    # Slots without a block have an out-of-bounds index, which we clamp for loads. The product is skipped.
+    # Slots without a block have an out-of-bounds index, clamped for loads. The product is skipped.
     def x_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any]:
         number = lax.min(index[feature, slot], absent - 1)
-        return i, number // slots if transpose else number  # the block row that contains this block
+        return i, number // slots if transpose else number  # the block row containing this block
 
     def weight_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any, Any]:
         number = feature * slots + slot

@@ -18,10 +18,10 @@ from .reference import matmul_reference, sampled_reference
 
 
 class CsrIndex(NamedTuple):
-    """The index of an `(N, K)` matrix that only stores some elements, in row-major order.
+    """The index of an `(N, K)` matrix storing only some elements, in row-major order.
 
-    Besides the usual arrays for CSR, this includes the element order by column, which is needed for the
-    transposed product. Any elements beyond the last pointer are padding and are treated as zero.
+    Besides the usual arrays for CSR, this includes the element order by column, for the transposed product.
+    Any elements beyond the last pointer are padding, treated as zero.
 
     **Attributes:** int32 arrays, optionally with additional leading axes for stacked matrices:
 
@@ -45,7 +45,7 @@ class CsrIndex(NamedTuple):
 def csr_index(
     rows: Int[np.ndarray, " elements"], columns: Int[np.ndarray, " elements"], shape: tuple[int, int]
 ) -> CsrIndex:
-    """Creates an index from elements that are sorted by row and then by column.
+    """Creates an index from elements sorted by row and then by column.
 
     **Arguments:**
 
@@ -56,8 +56,7 @@ def csr_index(
     """
     place = rows.astype(np.int64) * (shape[1] + 1) + columns
     inside = (rows < shape[0]) & (columns < shape[1])
-    # We need to validate this here, because kernels rely on the order without checking it. If it was wrong,
-    # then they would silently compute the wrong sums.
+    # Kernels rely on this order without checking it, and would silently compute the wrong sums.
     if (np.diff(place[inside]) <= 0).any() or not inside[: inside.sum()].all() or (place < 0).any():
         raise ValueError(
             f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "
@@ -85,7 +84,7 @@ def csr_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "*batch free"]:
-    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight that only stores some elements.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight storing only some elements.
 
     Floating-point products are accumulated in at least float32. The result is differentiable with respect to
     `x` and the stored elements.
@@ -109,7 +108,7 @@ def csr_matmul(
 
     - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
     - `data`: the stored elements, in row-major order.
-    - `index`: where these elements are, from [`csr_index`][quaxlike.kernels.csr_index].
+    - `index`: the positions of these elements, from [`csr_index`][quaxlike.kernels.csr_index].
     - `transpose`: whether to contract over `N` instead of `K`.
     - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
@@ -138,7 +137,7 @@ def csr_sampled_matmul(
 
     **Arguments:**
 
-    - `by_rows`, `by_columns`: arrays with the same leading axes, over which we contract.
+    - `by_rows`, `by_columns`: arrays with the same leading axes, to contract over.
     - `index`: the positions, from [`csr_index`][quaxlike.kernels.csr_index].
     - `out_dtype`: the dtype of the result. Defaults to `by_rows.dtype`.
     """
@@ -190,7 +189,7 @@ csr_matmul_p = define_primitive(
 
 
 def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    # JAX refuses to export calls to Eigen, because XLA does not guarantee that they remain compatible.
+    # JAX refuses to export calls to Eigen: XLA does not guarantee that they remain compatible.
     exported = context.module_context.lowering_parameters.for_export
     plain = exported or requested() == "reference"
     run = matmul_reference if plain else cpu.matmul

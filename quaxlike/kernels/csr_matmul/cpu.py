@@ -14,15 +14,15 @@ from .reference import features_first, matmul_reference, rows_first, sampled_ref
 
 _EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
 
-# The number of rows up to which the native product is faster than Eigen's.
+# Up to this many rows, the native product is faster than Eigen's.
 _MOST_ROWS = 32
 
-# Above this density, it is faster to compute dense products of whole rows, even though most of their elements
-# are discarded, than to gather two vectors for each stored element. (We measured 85 ns for an element with
-# 128 terms, compared to 1.7 ns for an element of a dense product.)
+# Above this density, dense products of whole rows are faster than gathering two vectors for each stored
+# element, even though most of their elements are discarded. (We measured 85 ns for an element with 128 terms,
+# compared to 1.7 ns for an element of a dense product.)
 _DENSE_FROM = 0.02
-# We compute the dense product in chunks of at most `_ROWS` rows and `_PRODUCT` elements. From each chunk we
-# then read `_ELEMENTS` elements at a time.
+# The dense product is computed in chunks of at most `_ROWS` rows and `_PRODUCT` elements, each then read
+# `_ELEMENTS` elements at a time.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14

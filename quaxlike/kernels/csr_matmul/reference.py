@@ -1,4 +1,4 @@
-"""The sparse matmul in plain JAX, as a scan that scatters the terms of several stored elements at a time."""
+"""The sparse matmul in plain JAX: a scan scattering the terms of several stored elements at a time."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, Shaped
 from ..multilinear import accumulator_dtype, varying_zeros
 from ..padded import add_at, get_at
 
-# The number of values to gather at a time, which amounts to 1 MiB in float32.
+# The number of values to gather at a time: 1 MiB in float32.
 _PIECE = 2**18
 # The number of columns to assume if it is symbolic.
 _OPEN_WIDTH = 64
@@ -38,7 +38,7 @@ def coo_matmul(
 
     Elements with an out-of-bounds index are treated as zero.
     """
-    # The carry of a scan must vary over the same mesh axes as the values that are added to it.
+    # The carry of a scan must vary over the same mesh axes as the values added to it.
     acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
     if 0 in (data.shape[0], x.shape[0]):
         return acc
@@ -79,15 +79,15 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which to accumulate, given the result's dtype. Uses int32 for booleans."""
-    # For booleans the sum is a count, any nonzero value of which is then cast to True.
+    """Returns the dtype for accumulating, given the result's dtype. Uses int32 for booleans."""
+    # For booleans the sum is a count, and any nonzero count is then cast to True.
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
-    """Pads and splits element arrays into pieces, so as to limit how many values each piece gathers.
+    """Pads and splits element arrays into pieces, limiting how many values each piece gathers.
 
     Each element gathers `width` values.
     """

@@ -1,4 +1,4 @@
-"""C++ implementations for products with block formats on CPUs, which are compiled on the user's machine."""
+"""C++ implementations of products with block formats on CPUs, compiled on the user's machine."""
 
 from .library import NativeError, build, prepare
 

@@ -9,7 +9,7 @@ from .wheel import write_wheel
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.kernels.native") -> int:
-    """Compiles the library and reports what was done. Returns an exit status of 1 if this fails."""
+    """Compiles the library and reports what was done. Returns exit status 1 if this fails."""
     parser = Parser(
         prog=prog,
         description="Compiles products with quantised weights, and of few rows, for this machine's "

@@ -1,7 +1,7 @@
-"""Compiles and loads the native library, which is cached per user.
+"""Compiles and loads the native library, cached per user.
 
-The filename is a hash of the sources, the jaxlib version and the processor, so that we never load a library
-compiled for something else. We also never load code to which other users have write access.
+The filename is a hash of the sources, the jaxlib version and the processor, so that a library compiled for
+something else is never loaded. Neither is code writable by other users.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _COMMAND = "`python -m quaxlike.kernels.native`"
 
 
 class NativeError(RuntimeError):
-    """The error raised if the native library cannot be built, whose message is the reason for this."""
+    """Raised if the native library cannot be built. The message is the reason why."""
 
 
 class Library(NamedTuple):
@@ -61,7 +61,7 @@ class Built(NamedTuple):
 
     - `path`: the library's path.
     - `seconds`: the time taken to compile it, or `None` if it already existed.
-    - `compiler`: the command that was used to compile it (or would have been).
+    - `compiler`: the command for compiling it, even if it already existed.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Built(NamedTuple):
 
 @functools.cache
 def library() -> Library | str:
-    """Returns the library, or the reason why it isn't available to this process. Never compiles anything."""
+    """Returns the library, or why it isn't available to this process. Never compiles anything."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
     try:
@@ -84,7 +84,7 @@ def library() -> Library | str:
         for name in _FUNCTIONS:
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
-    except (NativeError, OSError, RuntimeError) as error:  # # XLA raises the latter for another FFI version
+    except (NativeError, OSError, RuntimeError) as error:  # XLA raises the latter for another FFI version
         return f"the native products could not be loaded: {error}"
     names = loaded.quaxlike_set, loaded.quaxlike_rounding
     for name in names:
@@ -95,7 +95,7 @@ def library() -> Library | str:
 
 
 def library_on(platform: str) -> Library | str:
-    """Returns the library, or the reason why it cannot be used on this platform."""
+    """Returns the library, or why it cannot be used on this platform."""
     return library() if platform == "cpu" else f"native products run on CPUs, not on platform {platform!r}"
 
 
@@ -122,10 +122,10 @@ def installed_path() -> Path | None:
 def file_name(*key: str) -> str:
     """Returns the library's filename, which also depends on `key`.
 
-    In a wheel there is no key, as the library is then specific to a platform but not to jaxlib.
+    In a wheel there is no key: the library is specific to a platform, but not to jaxlib.
     """
     sources = b"".join(source.read_bytes() for source in _SOURCES)
-    # The name depends on everything that affects the compiled code, so that we never load a stale library.
+    # The name depends on everything affecting the compiled code, so that a stale library is never loaded.
     digest = hashlib.sha256(sources + "\0".join((*_FLAGS, *key)).encode()).hexdigest()
     return f"product-{digest[:24]}.so"
 
@@ -134,8 +134,8 @@ def file_name(*key: str) -> str:
 def build(*, again: bool = False) -> Built:
     """Compiles the native library into the user's cache, unless this has been done before.
 
-    It is then used by all programs that are compiled later on, whether in this process or others. Also
-    available as `python -m quaxlike.kernels.native`.
+    All programs compiled later on then use it, whether in this process or others. Also available as
+    `python -m quaxlike.kernels.native`.
 
     **Arguments:**
 
@@ -170,9 +170,9 @@ def build(*, again: bool = False) -> Built:
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # on the same filesystem, for `replace`
         out = Path(own) / path.name
         compile_to(out)
-        out.chmod(0o700)  # `_check_own` refuses anything that others can write to
+        out.chmod(0o700)  # `_check_own` refuses anything writable by others
         out.replace(path)
-    # This process might already have cached that there is no library.
+    # This process may already have cached that there is no library.
     library.cache_clear()
     return Built(path, time.perf_counter() - start, shlex.join(compiler))
 
@@ -195,10 +195,10 @@ def compile_to(out: Path) -> None:
 
 
 def prepare(tell: Callable[[str], None]) -> None:
-    """Compiles the library on behalf of a command, if it needs it.
+    """Compiles the library on behalf of a command, if needed.
 
-    This is the case if the command runs on a CPU, and the library has neither been compiled nor been
-    installed as a wheel. Reports this using `tell`, or otherwise the reason why it cannot be compiled.
+    This is the case on a CPU, with the library neither compiled nor installed as a wheel. Reports this using
+    `tell`, or otherwise why it cannot be compiled.
     """
     wanted = os.environ.get("QUAXLIKE_NATIVE") != "0" and jax.default_backend() == "cpu"
     if not wanted or installed_path() is not None:

@@ -21,16 +21,16 @@ License: Apache-2.0
 def write_wheel(folder: Path) -> Path:
     """Compiles the native library and packages it as a wheel, for any version of Python 3 on this platform.
 
-    Once installed, quaxlike will find the library by importing it, provided that it was compiled from the
-    same sources. Instructions are selected at run time, according to the processor. Also available as
+    Once the wheel is installed, quaxlike loads the library from it, if compiled from the same sources.
+    Instructions are selected at run time, according to the processor. Also available as
     `python -m quaxlike.kernels.native --wheel DIR`.
 
     **Arguments:**
 
-    - `folder`: the directory in which to write the wheel. Created if it does not exist.
+    - `folder`: the directory for the wheel. Created if it does not exist.
 
-    **Returns:** the wheel's path. Its platform tag is the one reported by Python, so you should use a tool
-    such as `auditwheel` before uploading it to a package index.
+    **Returns:** the wheel's path. Its platform tag is the one reported by Python, so use a tool such as
+    `auditwheel` before uploading it to a package index.
 
     **Raises:** `NativeError` if there is no C++ compiler, if compilation fails, or if `wheel` is missing.
     """
