@@ -25,8 +25,8 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Arguments:**
 
-    - `models`: models with the same base but different adapters, of equal or different ranks. These can also
-        be on different layers, if adapters of their type add nothing when all parts are zero (so not for
+    - `models`: models with the same base but different adapters, of equal or different ranks. They can also
+        be on different layers, if adapters of this type add nothing when all their parts are zero (so not for
         DoRA, BOFT, HRA and IA3).
 
     **Returns:**
@@ -126,7 +126,7 @@ def combine_adapters(
 
     **Arguments:**
 
-    - `models`: models with the same base but different adapters, of a type implementing
+    - `models`: models with the same base but different adapters, of a type that implements
         `AdaptedArray.combined`. The options below are LoRA's.
     - `weights`: a sequence or array with one weight per model. This can be traced.
     - `method`: `"cat"` is exact, but its rank is the sum of all ranks. `"svd"` is the best approximation of
@@ -340,8 +340,8 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     """Tells a model's activated LoRAs which tokens of a text to act on.
 
     An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
-    without an occurrence. Call this for every text, outside [`quaxlike.quaxify`][]. For a batch of texts, use
-    `jax.vmap`. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    without an occurrence. Call this function for every text, outside [`quaxlike.quaxify`][]. For a batch of
+    texts, use `jax.vmap`. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
     `python -m quaxlike.lm.finetune` already do this.
 
     **Arguments:**

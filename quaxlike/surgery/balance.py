@@ -44,10 +44,10 @@ def balance(
 ) -> PyTree:
     """Rescales layer inputs to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
 
-    Columns multiplying large activations are scaled up, and the rows in the preceding layer scaled down by
-    the same factors. The model still computes the same function, but with a smaller quantisation error in its
-    most important columns. Afterwards, quantise the model with the same scheme. To calibrate as well, measure
-    the moments again on the balanced model.
+    Columns that multiply large activations are scaled up, and the rows in the preceding layer scaled down by
+    the same factors. This doesn't change the model's function, but makes the quantisation error smaller for
+    the columns that matter most. Afterwards, quantise the model with the same scheme. To calibrate as well,
+    measure the moments again on the balanced model.
 
     **Arguments:**
 
@@ -61,7 +61,7 @@ def balance(
     - `folds`: a mapping from each layer to the layers consuming its outputs. Keys are regular expressions for
         the whole name, and values can refer to their groups. There can only be elementwise operations in
         between, and the outputs must not be used anywhere else. Keys should match either linear layers or
-        norms multiplying by a one-dimensional `weight`. Default: `model.folds()` if defined (e.g. for
+        norms that multiply by a one-dimensional `weight`. Default: `model.folds()` if defined (e.g. for
         [`quaxlike.lm.models.Decoder`][]), and otherwise `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as in [`quaxlike.quantize`][].
 
@@ -147,7 +147,7 @@ def _best_factor(
     rounded: Callable[[str, np.ndarray], np.ndarray],
     activations: str | None,
 ) -> np.ndarray:
-    """Returns the column factors minimising the error in the outputs of these matrices."""
+    """Returns the column factors that minimise the error in the outputs of these matrices."""
     rms = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))
 
     def cost(factor: np.ndarray) -> float:

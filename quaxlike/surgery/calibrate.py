@@ -1,9 +1,9 @@
 """Calibrated quantisation: minimises the error in a layer's outputs by GPTQ and coordinate descent.
 
-GPTQ rounds a weight's columns sequentially, starting with those multiplying the largest inputs. As far as
+GPTQ rounds a weight's columns sequentially, starting with those that multiply the largest inputs. As far as
 inputs are correlated, adjusting the remaining columns compensates for each rounding error. Coordinate descent
-over columns and scales then refines the result. Only steps not increasing the cost are accepted, so the
-result is never worse than GPTQ or plain rounding.
+over columns and scales then refines the result. We only accept steps that don't increase the cost, so this is
+never worse than GPTQ or plain rounding.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -37,7 +37,7 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
     """Quantises a matrix to the format of `like`, minimising the error in its products with the inputs.
 
-    `moments` is the sum of `x xᵀ` over these inputs, of shape `(in, in)`. For codecs searching for their
+    `moments` is the sum of `x xᵀ` over these inputs, of shape `(in, in)`. For codecs that search for their
     scales, its diagonal alone is enough, of shape `(in,)`, i.e. each input's importance.
     """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
@@ -276,7 +276,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     """Shrinks each scale by whichever factor minimises the cost, if the scales are free."""
     if not _are_free(start):
         return start
-    # 1 for formats with blocks spanning several rows of the matrix.
+    # 1 for formats whose blocks can span several rows of the matrix.
     rows = math.prod(start.codes.shape[:-1])
     if isinstance(start, BlockArray):
         rows = len(w)

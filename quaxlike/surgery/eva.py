@@ -42,7 +42,7 @@ def input_moments(
 
     **Arguments:**
 
-    - `fn`: a function `fn(model, ...)` running the model on some data. It is not compiled.
+    - `fn`: a function `fn(model, ...)` that runs the model on some data. This is not compiled.
     - `where`: which layers to measure, as in [`quaxlike.select`][]. Default: every linear layer.
     - `fan_in_fan_out`, `layout`: as in [`quaxlike.loraify`][].
 

@@ -15,7 +15,7 @@ from .quantize import quantize_array
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
     """Quantises the base and initialises the adapter to approximate the rounding error (LoftQ).
 
-    The adapted model thus starts out closer to the unquantised one than with an adapter initially adding
+    The adapted model thus starts out closer to the unquantised one than with an adapter that initially adds
     zero. This helps most at low bit widths, where the rounding error is large.
 
     **Arguments:**

@@ -70,20 +70,20 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree. Weights can be Values: for example, 4-bit weights give QLoRA.
-    - `rank`: the rank of the adapters. A rank above both of a weight's dimensions issues a warning, as in
-        PEFT: the adapter then has more parameters than the weight.
+    - `rank`: the rank of the adapters. As in PEFT, this issues a warning if it exceeds both of a weight's
+        dimensions: the adapter then has more parameters than the weight.
     - `alpha`: adapters are scaled by `alpha / rank`. Default: `rank`.
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
     - `key`: a PRNG key used to initialise the adapters.
-    - `init`: `"kaiming"` or `"gaussian"`, for adapters initially adding zero; `"pissa"`, `"pissa_niter_4"`
+    - `init`: `"kaiming"` or `"gaussian"`, for adapters that initially add zero; `"pissa"`, `"pissa_niter_4"`
         (randomised, with 4 iterations) or `"olora"`, to move part of the weight into the adapter; or the
         result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: whether to train the norm of each row separately from its direction. Default: False.
-    - `dropout`: the dropout rate for the adapter inputs. Adapters only drop inputs if given a key: pass one
-        at every training step with [`quaxlike.with_dropout_key`][]. Training without a key issues a warning.
-        Default: 0.
+    - `dropout`: the dropout rate for the adapter inputs. This only changes the result if the adapters have a
+        key: pass one at every training step with [`quaxlike.with_dropout_key`][]. Training without a key
+        issues a warning. Default: 0.
     - `rank_pattern`, `alpha_pattern`: override the rank and alpha for particular layers. Keys are the last
         components of layer names, or regular expressions for them. If several keys match, then the first is
         used.
@@ -101,7 +101,8 @@ def loraify(
         embedding names to tokens. Default: none.
     - `fan_in_fan_out`: whether to treat matrices as `(in, out)`, as in GPT-2, instead of `(out, in)` if
         nothing else is known about them. Default: False.
-    - `layout`: layouts not given by the layer or the name, as in [`quaxlike.layouts`][]. Default: none.
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+        Default: none.
     - `train_base`: whether to train the weights themselves as well. These must not be quantised, unless you
         call [`quaxlike.train_scales`][] first. Default: False.
     - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
@@ -180,7 +181,7 @@ def loraify(
 
 
 def _check_activated(**options: Any) -> None:
-    """Raises `ValueError` for options also affecting the tokens before the invocation.
+    """Raises `ValueError` for options that also affect the tokens before the invocation.
 
     Their cached keys and values are reused, so an activated LoRA must leave them unchanged.
     """
@@ -205,8 +206,8 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 def with_magnitude(lora: LoraArray) -> LoraArray:
     """Turns a LoRA into a DoRA by adding the row norms of its weight as a parameter.
 
-    The norms are always those of the equivalent matrix: along the weight's own axes, they wouldn't be bitwise
-    identical for every layout.
+    This always computes the norms of the equivalent matrix: along the weight's own axes, they wouldn't be
+    bitwise identical for every layout.
     """
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
@@ -257,7 +258,7 @@ def _biases_to_train(arrays: Mapping[str, Any], adapters: Mapping[str, Any], bia
 
 
 def _own_bias(name: str, record: Record, empty: set[str]) -> str:
-    """Returns the name of the bias an adapter can add its own to, or of the `None` in its place.
+    """Returns the name of the bias that an adapter can add its own to, or of the `None` in its place.
 
     `empty` are the names of all `None` leaves.
 

@@ -25,8 +25,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     - `model`: the result of [`quaxlike.loraify`][], typically after training.
     - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, as measured by
-        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses codes and scales minimising the
-        error in the outputs. Default: round to the nearest codes.
+        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses codes and scales that minimise
+        the error in the outputs. Default: round to the nearest codes.
 
     **Returns:**
 
@@ -107,8 +107,8 @@ def _check_merged(
 ) -> None:
     """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
 
-    Adapters replacing their weight outright (rather than modifying it) don't determine their base: for them,
-    the weights must be equal.
+    Adapters that replace their weight outright (rather than modifying it) don't determine their base. For
+    these, the weights must be equal.
     """
     found = None
     for name in taken_out:
@@ -128,7 +128,7 @@ def _check_merged(
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
     """Returns whether a weight equals its base plus its adapter, up to rounding.
 
-    Always true when tracing: values can't be compared then.
+    This is always true when tracing: values can't be compared then.
     """
     if tuple(weight.shape) != tuple(lora.shape):
         return False

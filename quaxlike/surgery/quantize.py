@@ -72,13 +72,14 @@ def quantize(
         for embeddings; and `"nf4_qlora"`, i.e. NF4 with nested scales. `quantize.plan` previews a recipe
         without computing anything, and `quantize.from_file` reads one from disk.
 
-    - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. Not
-        supported for recipes, because their rules select the weights. Default: every linear layer.
+    - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. This
+        isn't supported for recipes, because their rules select the weights. Default: every linear layer.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components.
-    - `layout`: layouts not given by the layer or the name, as in [`quaxlike.layouts`][]. Default: none.
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+        Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
-        [`quaxlike.input_moments`][]. GPTQ then chooses codes minimising the change in the layer's outputs.
+        [`quaxlike.input_moments`][]. GPTQ then chooses codes that minimise the change in the layer's outputs.
         For llama.cpp's schemes, just the diagonal of this sum also works: it weights errors in the search for
         scales. (This is llama.cpp's importance matrix.) A weight with the entry `None` is rounded. Default:
         round to the nearest codes.

@@ -186,7 +186,7 @@ def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
-    """Determines each parameter's layout from the Linen or Haiku module using it.
+    """Determines each parameter's layout from the Linen or Haiku module that uses it.
 
     Linen and Haiku store parameters in plain dicts, apart from their modules, so layouts are usually inferred
     from names alone (see [`quaxlike.layouts`][]). This is fine for most layers; use this function for e.g.

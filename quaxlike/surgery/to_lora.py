@@ -1,4 +1,4 @@
-"""`to_lora`: approximates other adapters by LoRA, for programs supporting only LoRA."""
+"""`to_lora`: approximates other adapters by LoRA, for programs that support nothing else."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,14 +29,15 @@ def to_lora(
 ) -> tuple[PyTree, dict[str, LowRankError]]:
     """Replaces each adapter in a model by its closest low-rank approximation.
 
-    This is for serving the model with a program supporting only LoRA, such as vLLM or llama.cpp.
+    This is useful for serving the model with a program that only supports LoRA, such as vLLM or llama.cpp.
 
     **Arguments:**
 
     - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
     - `rank`: the rank of the new adapters.
     - `rank_pattern`: overrides the rank for particular layers, as in [`quaxlike.loraify`][].
-    - `layout`: layouts not given by the layer or the name, as in [`quaxlike.layouts`][]. Default: none.
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+        Default: none.
 
     **Returns:**
 
