@@ -43,8 +43,8 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 
         A layer's name refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the model
         fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then select the
-        fused layer by naming them all. Naming only some is an error, or a warning if the names match other
-        arrays, too.
+        fused layer by naming them all. Naming only some is an error, or a warning if their names also match
+        other arrays.
 
     - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
