@@ -1,7 +1,7 @@
-"""Adapter methods, with one file for each, and the combinators that they are built from.
+"""Adapter methods, with one file each, and the combinators they are built from.
 
 Each file defines the method's array type, a function that creates a new adapter on a weight, and a record
-that describes how the adapter is saved in PEFT's format. To add a new method, list its record here.
+that describes how it is saved in PEFT's format. To add a new method, list its record here.
 """
 
 # Imported only for its side effect of registering the rules for combinators.
@@ -47,7 +47,7 @@ _ALL = (
     FOURIERFT,
 )
 
-#: Maps names to the records of methods. For example, "vera" is mapped to `VERA`.
+#: Methods' records by name. For example, "vera" is mapped to `VERA`.
 METHODS = {method.name: method for method in _ALL}
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""AdaLoRA: a low-rank change that is parameterised like a singular value decomposition."""
+"""AdaLoRA: a low-rank change parameterised like a singular value decomposition."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,8 +14,8 @@ from .record import BIAS, DROPOUT, Layer, Method, Option, Weight, count, flag, n
 class AdaLoRAArray(MethodArray):
     """AdaLoRA: adds `scaling * b diag(e) a`, i.e. a low-rank matrix parameterised like its SVD.
 
-    This makes it possible to prune ranks from the layers that need them the least. Note that we don't
-    implement the pruning itself, but only train the ranks that are left.
+    This makes it possible to prune ranks from the layers that need them the least. Pruning itself isn't
+    implemented: we only train the ranks that are left.
 
     **Arguments:**
 

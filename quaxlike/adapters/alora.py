@@ -1,4 +1,4 @@
-"""`ALoRAArray`: a LoRA that is only active after its invocation tokens."""
+"""`ALoRAArray`: a LoRA that only acts from its invocation tokens onwards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,27 +16,26 @@ from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from .combinators import AxesArray
 
-# The fields that are shared with `LoraArray`.
+# The fields shared with `LoraArray`.
 _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradients")
 
 
 class ALoRAArray(AxesArray):
     """Activated LoRA: a weight with a low-rank adapter that only acts from its invocation tokens onwards.
 
-    This is useful when many adapters are applied to the same text: as all earlier tokens are only multiplied
-    by the base, their cached keys and values are the same as for the model without adapters, and can be
-    reused.
+    This is useful for applying many adapters to the same text: all earlier tokens are only multiplied by the
+    base, so their cached keys and values are the same as without adapters, and can be reused.
 
-    Note that the weight is different for each token, so it can't be materialised or merged. The only thing
-    that can be done with it is to multiply it by the inputs of its layer, with one row per token. To do so,
-    first call [`quaxlike.activate`][] to determine which tokens it acts on.
+    The weight is different for each token, so it can't be materialised or merged. You can only multiply it by
+    its layer's inputs, with one row per token. To tell it which tokens to act on, first call
+    [`quaxlike.activate`][].
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
     - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as in [`quaxlike.LoraArray`][].
-    - `invocation`: the tokens that invoke the adapter, which then acts from their last (contiguous)
-        occurrence in the text onwards, inclusive.
+    - `invocation`: the tokens that invoke the adapter: it acts from their last (contiguous) occurrence in the
+        text onwards, inclusive.
     - `active`: for each token, whether the adapter acts on it. Default: None, i.e. not known yet.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
@@ -53,7 +52,7 @@ class ALoRAArray(AxesArray):
         ql.quaxify(lambda w, x: x @ w.T)(alora, jnp.ones((4, 3)))
         ```
 
-    Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics (2025). We follow PEFT's conventions.
+    Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics (2025). Conventions follow PEFT.
     """
 
     a: Any
@@ -84,7 +83,7 @@ class ALoRAArray(AxesArray):
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """Returns the weight for the tokens that the adapter acts on."""
+        """Returns the weight for the adapter's active tokens."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -119,9 +118,9 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _rows(w: ALoRAArray, found: list[int]) -> Any:
-    """Returns a mask over the rows that multiply `w`.
+    """Returns a mask over the rows multiplied by `w`.
 
-    This also validates that there is one row (as given by the shape `found`) for each token.
+    This also checks that their shape `found` has one row for each token.
     """
     if w.active is None:
         raise ValueError(

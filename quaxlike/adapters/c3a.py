@@ -11,13 +11,13 @@ from .record import BIAS, Layer, Method, Weight, Written, by_pattern, count, sta
 
 
 class C3AArray(MethodArray):
-    """C³A: adds a matrix of circulant blocks, whose products are computed by fast Fourier transforms.
+    """C³A: adds a matrix of circulant blocks, with products computed by fast Fourier transforms.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
-    - `kernel`: the first row of each block, multiplied by the number of inputs. Should be of shape `(...,
-        outputs / b, inputs / b, b)`.
+    - `kernel`: the first row of each block, multiplied by the number of inputs, with shape
+        `(..., outputs / b, inputs / b, b)`.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -1,8 +1,8 @@
-"""The building blocks of adapters, namely `SumArray`, `ScaledArray`, `RotatedArray` and `HadamardArray`.
+"""The building blocks of adapters: `SumArray`, `ScaledArray`, `RotatedArray` and `HadamardArray`.
 
-As in `LoraArray`, a weight can have several output and input axes, in any order. On the other hand, the
-matrices that adapt it always have the shape `(*batch, outputs, inputs)`, with the weight axes flattened in
-`out_axes` and `in_axes` order.
+As in `LoraArray`, a weight can have several output and input axes, in any order. The matrices that adapt it
+always have the shape `(*batch, outputs, inputs)`, with the weight's axes flattened in `out_axes` and
+`in_axes` order.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..core.values import is_value, materialise
 
 
 class AxesArray(AdaptedArray):
-    """Base class for adapters whose weight can have several output and input axes, in any order."""
+    """Base class for adapters on weights with one or more output and input axes, in any order."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
@@ -32,13 +32,13 @@ class AxesArray(AdaptedArray):
 
 
 class Combinator(AxesArray):
-    """Base class for combinators, i.e. the arrays from which published adapter methods are composed."""
+    """Base class for combinators, i.e. the building blocks of published adapter methods."""
 
     any_axes: ClassVar[bool] = True
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar by scaling the base, which is correct for everything except for sums."""
+        """Multiplies by a scalar by scaling the base. (This is correct for everything except for sums.)"""
         if factor.ndim:
             return NotImplemented
         return reached_by(self, factor).replace(w=quaxify(multiply)(self.base, factor))
@@ -55,15 +55,15 @@ def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
-    """Converts negative axes to the labels that `labels_of` uses for them."""
+    """Converts negative axes to their labels in `labels_of`."""
     return [x.ndim + axis for axis in axes]
 
 
 class SumArray(Combinator):
     """The sum `w + delta`.
 
-    Products with `w` and `delta` are computed separately, using the rules for their types. This is useful
-    when `delta` is structured, because neither the sum nor `delta` itself is then materialised.
+    Products with `w` and `delta` are computed separately, using the rules for their types. This is useful for
+    a structured `delta`: neither the sum nor `delta` itself is then materialised.
 
     **Arguments:**
 
@@ -100,7 +100,7 @@ class SumArray(Combinator):
         return cast(spread(self, cast(w, dtype)) + sign * cast(delta, dtype), w.dtype)
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar. Unlike for other combinators, we need to scale both terms."""
+        """Multiplies by a scalar. Unlike for other combinators, this scales both terms."""
         if factor.ndim:
             return NotImplemented
         return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
@@ -111,7 +111,7 @@ class SumArray(Combinator):
 
 
 class ScaledArray(Combinator):
-    """A weight `w` that is scaled by `outputs` along its output axes, and by `inputs` along its input axes.
+    """A weight `w` scaled by `outputs` along its output axes, and by `inputs` along its input axes.
 
     **Arguments:**
 
@@ -149,7 +149,7 @@ class ScaledArray(Combinator):
         return self.with_base(weight)
 
     def factors(self) -> list[Any]:
-        """Returns all factors that aren't `None`, arranged so that they can be multiplied with the base."""
+        """Returns all factors that aren't `None`, arranged for multiplying them with the base."""
         own = labels_of(self)
         return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
 
@@ -157,8 +157,8 @@ class ScaledArray(Combinator):
 class RotatedArray(Combinator):
     """The product of a weight with a square matrix.
 
-    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, using the rules for the types of `rotation`
-    and `w`. In particular, `w @ rotation` is never formed.
+    This computes `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, using the rules for the types of
+    `rotation` and `w`. In particular, `w @ rotation` is never formed.
 
     **Arguments:**
 
@@ -203,7 +203,7 @@ class RotatedArray(Combinator):
     def _on_rows(self, w: jax.Array, multiplied: Any) -> jax.Array:
         """Applies `multiplied(rows, rotation)` in at least float32.
 
-        Here `rows` is `w` as a matrix (with batch axes), whose columns are the rotated axes.
+        Here `rows` is `w` as a matrix (with batch axes), with the rotated axes as its columns.
         """
         rotated, batch = self.rotated(), labels_of(self)["rotation"][:-2]
         order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
@@ -220,8 +220,8 @@ class RotatedArray(Combinator):
 class HadamardArray(Combinator):
     """The elementwise product `w * factor`.
 
-    Note that a matrix product with this array needs to materialise it, as there is in general no cheaper way
-    to compute this. However, lookups only compute the rows that they need.
+    Matrix products with this array materialise it: in general there is no cheaper way to compute them.
+    Lookups only compute the rows they need.
 
     **Arguments:**
 
@@ -261,7 +261,7 @@ class HadamardArray(Combinator):
 
 
 def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
-    """Reshapes a matrix of shape `(*batch, outputs, inputs)` so that it can be broadcast against `x`."""
+    """Reshapes a matrix of shape `(*batch, outputs, inputs)` to broadcast it against `x`."""
     out, into = axes_of(x, x.out_axes), axes_of(x, x.in_axes)
     batch = [i for i in range(x.ndim) if i not in (*out, *into)]
     sizes = [x.shape[i] for i in (*out, *into)]

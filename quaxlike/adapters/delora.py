@@ -12,9 +12,9 @@ from .record import BIAS, DROPOUT, RANK, Layer, Method, Weight, Written, starts
 
 
 class DeLoRAArray(MethodArray):
-    """DeLoRA: adds a low-rank matrix whose factors are normalised.
+    """DeLoRA: adds a low-rank matrix with normalised factors.
 
-    As a result, the size of the change is bounded by a single trained scalar.
+    As a result, a single trained scalar bounds the change's size.
 
     **Arguments:**
 

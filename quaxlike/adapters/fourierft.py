@@ -28,9 +28,9 @@ from .record import (
 
 
 class FourierFTArray(MethodArray):
-    """FourierFT: adds a matrix whose spectrum is sparse, with trained coefficients.
+    """FourierFT: adds a matrix with a sparse, trained spectrum.
 
-    Note that every product with this array materialises the change.
+    Every product with this array materialises the change.
 
     **Arguments:**
 
@@ -38,7 +38,7 @@ class FourierFTArray(MethodArray):
     - `spectrum`: the nonzero coefficients, with shape `(..., n)`.
     - `places`: their integer indices into the flattened `(outputs, inputs)` spectrum, with shape `(..., n)`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
-    - `seed`: the seed with which PEFT draws these `places`, and which its files store instead. Default: None.
+    - `seed`: PEFT's seed for drawing these `places`, which its files store instead. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -66,7 +66,7 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        # `places` might be shared by all adapters of a stack, in which case it doesn't have a stacked axis.
+        # If all adapters of a stack share `places`, then it doesn't have a stacked axis.
         spectrum, places = jnp.broadcast_arrays(self.scaled("spectrum"), self.places)
         shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
         flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
@@ -78,9 +78,9 @@ class FourierFTArray(MethodArray):
 def fourierft(
     x: Weight, *, n_frequency: int = 1000, scaling: float = 150.0, seed: int = 777
 ) -> FourierFTArray:
-    """Uses the same frequencies as PEFT would draw with `seed`.
+    """Uses the frequencies that PEFT would draw with `seed`.
 
-    Note that these only depend on a weight's size, so that equally large weights share them.
+    These only depend on a weight's size, so equally large weights share them.
     """
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:

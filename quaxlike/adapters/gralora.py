@@ -56,8 +56,8 @@ class GraLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         k, rank, size = self.b.shape[-3:]
-        # The total rank is flattened from (n, j, q), which are the input group, the output group, and the
-        # rank within a block.
+        # The total rank is flattened from (n, j, q): the input group, the output group, and the rank within a
+        # block.
         b = self.scaled("b")
         b = jnp.reshape(b, (*b.shape[:-3], k, k, rank // k, size))
         eye = jnp.eye(k, dtype=b.dtype)

@@ -16,8 +16,7 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 class HiRAArray(MethodArray):
     """HiRA: multiplies the weight elementwise by one plus a low-rank matrix, i.e. `w * (1 + b a)`.
 
-    Note that matrix products with this array materialise it, but embedding lookups only compute the rows that
-    they need.
+    Matrix products with this array materialise it, but embedding lookups only compute the rows they need.
 
     **Arguments:**
 

@@ -17,8 +17,8 @@ from .record import BIAS, Layer, Method, Weight, Written, count, flag, starts
 class HRAArray(MethodArray):
     """Householder reflection adaptation: applies a chain of trained reflections to a layer's inputs.
 
-    Under the hood, we don't apply the reflections one after the other. Instead, we use that a chain of `r`
-    reflections is equal to the identity plus a rank-`r` matrix.
+    Reflections are not applied one after the other: a chain of `r` reflections is equal to the identity plus
+    a rank-`r` matrix.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ class HRAArray(MethodArray):
     part_axes: ClassVar[Mapping[str, str]] = {"u": "inputs reflections"}
 
     def composed(self) -> RotatedArray:
-        # H_0 H_1 ... = I - U T Uᵀ, where T is the triangular matrix whose inverse is I / 2 + triu(UᵀU, 1).
+        # H_0 H_1 ... = I - U T Uᵀ, with the triangular matrix T = (I / 2 + triu(UᵀU, 1))^-1.
         u = cast(self.u, in_float32(self.u.dtype))  # LAPACK doesn't support narrower dtypes
         if self.orthogonal:
             u, _ = jnp.linalg.qr(u)
@@ -64,7 +64,7 @@ class HRAArray(MethodArray):
 
 @starts
 def hra(x: Weight, *, rank: int = 8) -> HRAArray:
-    """Initialises with random reflections that come in identical pairs, so that each pair cancels out."""
+    """Initialises with random reflections in identical pairs, so that each pair cancels out."""
     if rank % 2 or rank < 2:
         raise ValueError(f"HRA begins with pairs of reflections; found a rank of {rank}.")
     return x.on(HRAArray, jnp.repeat(x.kaiming(x.inputs, rank // 2, fan_in=rank // 2), 2, axis=-1))

@@ -27,8 +27,8 @@ class IA3Array(MethodArray):
     - `outputs`: factors for the outputs, of shape `(..., *outputs)`. Default: None.
     - `inputs`: factors for the inputs, of shape `(..., *inputs)`, typically used in feed-forward layers.
         Default: None.
-    - `channels`: factors for all input channels of a convolution, of shape `(..., channels)`. (Note that the
-        kernel of a grouped convolution only has the channels of a single group.) Default: None.
+    - `channels`: factors for all input channels of a convolution, of shape `(..., channels)`. (A grouped
+        convolution's kernel only has a single group's channels.) Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -62,10 +62,9 @@ class IA3Array(MethodArray):
 
 
 class ScaledBias(TransparentValue):
-    """The scaled bias of a layer whose outputs are scaled.
+    """The scaled bias of a layer with scaled outputs.
 
-    Note that these factors are trained separately from the factors for the weight, even though PEFT ties
-    them.
+    Its factors are trained separately from the weight's, even though PEFT ties them.
 
     **Arguments:**
 
@@ -82,7 +81,7 @@ class ScaledBias(TransparentValue):
         return multiply(materialise(self.base), self.factor)
 
     def merged(self) -> jax.Array:
-        """Returns the product, which is differentiable with respect to both the bias and the factor."""
+        """Returns the product, differentiable with respect to both the bias and the factor."""
         return multiply(materialise(self.w), self.factor)
 
     def unmerged(self, weight: jax.Array) -> "ScaledBias":
@@ -93,8 +92,8 @@ class ScaledBias(TransparentValue):
 def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
     """Initialises with factors of one, for either the outputs or (if `of_inputs`) the inputs.
 
-    By default, we scale the inputs if there is a bias. (This is because PEFT would use the same factors for
-    the outputs and the bias, but we can't tie parameters between two arrays.)
+    By default, this scales the inputs if there is a bias. (PEFT would use the same factors for the outputs
+    and the bias, but we can't tie parameters between two arrays.)
     """
     if not (bias is not None if of_inputs is None else of_inputs):
         return x.on(IA3Array, outputs=x.ones(*x.out_shape))
@@ -163,8 +162,8 @@ def _named(x: Any, bias: Any) -> str:
 def _settle(layers: Any, options: dict[str, dict[str, Any]], targets: Sequence[str]) -> dict[str, Any]:
     of_inputs = [name for name, own in options.items() if own.pop("feedforward")]
     others = [name for name in layers if name not in of_inputs]
-    # PEFT requires that these are some of the names in `target_modules`. It compares them with the ends of
-    # names, wherever a component begins.
+    # In PEFT, these must be some of the names in `target_modules`. It compares them with the ends of names,
+    # wherever a component begins.
     named = [x for x in targets if any(name == x or name.endswith(f".{x}") for name in of_inputs)]
     if not any(name.endswith(x) for x in named for name in others):
         return {"feedforward_modules": named}

@@ -16,8 +16,8 @@ from .record import Layer, Method, Weight, Written, as_written, starts
 class LoHaArray(MethodArray):
     """LoHa: adds the elementwise product of two low-rank matrices, `scaling * (a_1 b_1) * (a_2 b_2)`.
 
-    The rank of this product is at most `r²`. If this is small enough then we treat it as a low-rank change,
-    and otherwise we materialise it, depending on which is cheaper.
+    The rank of this product is at most `r²`. The product is treated as a low-rank change or materialised,
+    whichever is cheaper.
 
     **Arguments:**
 

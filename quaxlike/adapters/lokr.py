@@ -1,4 +1,4 @@
-"""LoKr: adds a Kronecker product, whose factors can be low-rank."""
+"""LoKr: adds a Kronecker product of (possibly low-rank) matrices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class LoKrArray(MethodArray):
 
     @property
     def scaling(self) -> Any:
-        """The factor by which the change is scaled."""
+        """The factor for the change."""
         return self.alpha / self.rank
 
     def adds_nothing(self) -> bool:
@@ -85,10 +85,10 @@ def lokr(x: Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = 
 
 
 def two_factors(n: int, limit: int) -> tuple[int, int]:
-    """Factorises `n` into two factors that are as close to each other as possible.
+    """Factorises `n` into two factors as close to each other as possible.
 
-    If `limit` is positive, then the first factor is at most `limit`. This is the same as `factorization` in
-    PEFT, because the shapes in the file depend on it.
+    If `limit` is positive, then the first factor is at most `limit`. The shapes in the file depend on this,
+    so it is the same as PEFT's `factorization`.
     """
     if limit > 0 and n % limit == 0:
         return limit, n // limit
@@ -133,9 +133,9 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 def _settle_lokr(
     layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the limit on the first factors, along with whether the first matrices are low-rank too.
+    """Returns the limit on the first factors, and whether the first matrices are low-rank too.
 
-    PEFT doesn't store the matrix shapes, so we need to find a limit that reproduces them all.
+    PEFT doesn't store the matrix shapes, so this finds a limit that reproduces them all.
     """
     shapes: dict[str, Any] = {}  # the shapes of both matrices, excluding the window
     for name, layer in layers.items():

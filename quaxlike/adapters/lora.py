@@ -1,6 +1,6 @@
 """The file format of LoRA, including rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA.
 
-The array itself is `LoraArray`, which is defined in `quaxlike.arrays`.
+The array itself, `LoraArray`, is defined in `quaxlike.arrays`.
 """
 
 import math
@@ -21,8 +21,8 @@ from .alora import ALoRAArray
 from .record import BIAS, Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
 # Some initialisations don't modify the base, and others move a part of it into the adapter. For the second
-# group we can recompute this part from the base alone. The last group (of which we only list the prefixes)
-# modifies the base in a way that we can't reproduce from the file.
+# group, this part can be recomputed from the base alone. The last group (listed by prefix) modifies the base
+# in a way that can't be reproduced from the file.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _CHANGES_BASE = ("pissa", "olora")
 _UNKNOWN_CHANGES = {
@@ -81,8 +81,8 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-#: Entries that only concern initialisation or training. We can ignore their values, because whether they are
-#: used at all depends on other options.
+#: Entries that only concern initialisation or training. Their values can be ignored: other options decide
+#: whether they are used at all.
 INFORMATIVE = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
     *("runtime_config", "velora_config"),
@@ -131,8 +131,8 @@ _OPTIONS = {
 def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArray:
     """Creates an adapter from these factors.
 
-    If these are the concatenation of `count` adapters, then their rank is larger by that factor. We increase
-    `alpha` accordingly, so that the scaling stays the same.
+    A concatenation of `count` adapters has a rank larger by this factor. `alpha` increases accordingly, so
+    that the scaling stays the same.
     """
     rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha"))
     return layer.on(
@@ -220,9 +220,9 @@ def _read_parameter(layer: Layer, rank: int) -> LoraArray:
 
 
 def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
-    """Reads a stack of experts that each have a separate adapter, as in transformers 4.
+    """Reads a stack of experts with separate adapters, as in transformers 4.
 
-    If an expert fuses several matrices along the outputs, then we concatenate their factors `a`, and make `b`
+    If an expert fuses several matrices along the outputs, then their factors `a` are concatenated, and `b` is
     block-diagonal, so that each matrix is only changed by its original adapter.
     """
     first, *_ = adapted = [layer for layer in layers if layer.is_in_file]
@@ -269,7 +269,7 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         "use_dora": x.magnitude is not None,
     }
     parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
-    if isinstance(layer.bias, LoraBias):  # PEFT requires that either all layers have this or none do.
+    if isinstance(layer.bias, LoraBias):  # In PEFT, either all layers have this or none do.
         parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
     return parts, options
 
@@ -281,7 +281,7 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
-    if axes == own[::-1]:  # This is an output layer that shares its adapter with the embedding it's tied to.
+    if axes == own[::-1]:  # An output layer that shares its adapter with the embedding it's tied to.
         if x.magnitude is not None:
             raise ValueError(
                 f"PEFT has no DoRA that {layer.name} shares with the embedding that it is tied to. Merge the "
@@ -319,7 +319,7 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
 def _settle(
     layers: Mapping[str, Written], options: dict[str, dict[str, Any]], targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the entries for how the adapters were initialised, or for which tokens invoke them."""
+    """Returns the entry for the adapters' initialisation, or for their invocation tokens."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
         return {"init_lora_weights": _started(layers)}
@@ -337,11 +337,11 @@ def _settle(
 # -------------------------------------------------------------------------------------------------
 # Adapters whose initialisation subtracted something from the base.
 #
-# The base isn't part of the file. For "pissa" and "olora", whose change can be recomputed from the base, PEFT
-# simply subtracts it again when the adapter is loaded. For any other initialisation, as well as for layers in
-# which PEFT doesn't support this, the file must include the change. We do so as follows: if the adapted base
-# is `base + taken`, and `scaling * b' a' = taken`, then `[a, a'], [b, b']` represents the same weight on top
-# of `base`, albeit at twice the rank. (This is what `path_initial_model_for_weight_conversion` does in PEFT.)
+# The base isn't part of the file. For "pissa" and "olora", PEFT recomputes the change from the base when
+# loading the adapter, and subtracts it again. For any other initialisation, or for layers in which PEFT
+# doesn't support this, the file must include the change, as follows: if the adapted base is `base + taken`,
+# and `scaling * b' a' = taken`, then `[a, a'], [b, b']` represents the same weight on top of `base`, albeit
+# at twice the rank. (This is what `path_initial_model_for_weight_conversion` does in PEFT.)
 # -------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +359,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
     own_biases = any(isinstance(x.bias, LoraBias) for x in layers.values())
     for layer, x in layers.items():
         taken = x.array.taken
-        # OLoRA in PEFT decomposes the weight as it is stored, which in this case is the transpose of ours.
+        # PEFT's OLoRA decomposes the weight as stored, in this case the transpose of ours.
         turned = taken is not None and taken[0] == "olora" and x.is_fan_in_fan_out
         in_peft = x.kind in ("linear", "matrix") and not turned and not own_biases
         is_derivable = name in _CHANGES_BASE and in_peft and taken == taken_by(str(name), x.array)
@@ -374,7 +374,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
 
 def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
-    """Returns the adapter which represents the same weight on top of a different base `w`.
+    """Returns the adapter for the same weight on top of a different base `w`.
 
     Typically `w` is the base before an initialisation such as PiSSA changed it.
     """
@@ -415,7 +415,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
 
 
 def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
-    """Returns the embeddings that have trained tokens. By default this is just the input embedding."""
+    """Returns the embeddings with trained tokens. By default this is just the input embedding."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
 

@@ -21,10 +21,10 @@ def is_effective(layer: Layer) -> bool:
 
 
 def tucker(core: Any, a: Any, b: Any) -> Any:
-    """Computes `a @ b`, or the kernel that has this Tucker decomposition if there is a core.
+    """Computes `a @ b`, or the kernel with this Tucker decomposition if there is a core.
 
-    The core should be of shape `(r, s, *window)`. In either case, the result is a matrix whose input axes
-    have been flattened.
+    The core should be of shape `(r, s, *window)`. In either case, the result is a matrix with flattened input
+    axes.
     """
     if core is None:
         return jnp.matmul(a, b, precision="highest")

@@ -1,4 +1,4 @@
-"""`MethodArray`: an adapter whose operations are defined by expressing it in terms of combinators."""
+"""`MethodArray`: an adapter expressed in terms of combinators."""
 
 import abc
 import math
@@ -28,12 +28,12 @@ class MethodArray(AxesArray):
     """Base class for published adapter methods.
 
     Subclasses store the trained parameters and implement `composed`, which expresses the adapted weight in
-    terms of combinators. All operations are then delegated to what `composed` returns, which means that a new
-    method typically doesn't need any rules.
+    terms of combinators. All operations are delegated to its result, so a new method typically doesn't need
+    any rules.
     """
 
-    # The factor by which the change is scaled, if the method supports this. This is either one of `numbers`
-    # or a property computed from it. It isn't annotated, for the same reason as in `AdaptedArray`.
+    # The factor for the change, if the method supports this: one of `numbers`, or a property computed from
+    # it. Not annotated, for the same reason as in `AdaptedArray`.
     scaling = 1.0
 
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class MethodArray(AxesArray):
     def scaled(self, name: str) -> Any:
         """Returns a part (i.e. the field with this name) multiplied by the scaling.
 
-        Note that stacked adapters can differ in their scaling, so we need to line up the batch axes first.
+        Stacked adapters can differ in their scaling, so this lines up the batch axes first.
         """
         own, of_scaling = labels_of(self)[name], labels_of(self)[self.numbers[0]]
         part, scaling = getattr(self, name), constant(jnp.asarray(self.scaling))
@@ -69,7 +69,7 @@ class MethodArray(AxesArray):
         return math.prod(self.w.shape[axis] for axis in self.in_axes)
 
     def low_rank(self, a: Any, b: Any) -> LoraArray:
-        """Returns `w + b @ a`, for matrices `a` and `b` whose inputs and outputs are flattened."""
+        """Returns `w + b @ a`, for matrices `a` and `b` with flattened inputs and outputs."""
         into, out = ([self.w.shape[axis] for axis in axes] for axes in (self.in_axes, self.out_axes))
         a = a if len(into) == 1 else jnp.reshape(materialise(a), (*a.shape[:-1], *into))
         b = b if len(out) == 1 else jnp.reshape(b, (*b.shape[:-2], *out, b.shape[-1]))
@@ -96,7 +96,7 @@ class MethodArray(AxesArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """As in the base class, unless `like` has another type or axes, in which case we widen `composed`."""
+        """Widens as in the base class, or widens `composed` if `like` has another type or axes."""
 
         def axes(x: Any) -> Any:
             return (type(x), x.out_axes, x.in_axes)
@@ -104,7 +104,7 @@ class MethodArray(AxesArray):
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
-    #: Takes precedence over fully trained arrays such as `TrainableArray`, as these simply unwrap themselves.
+    #: Takes precedence over fully trained arrays such as `TrainableArray`: these simply unwrap themselves.
     default_precedence = precedence.METHOD
 
     @staticmethod

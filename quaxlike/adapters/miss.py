@@ -14,17 +14,16 @@ from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, one_of
 class MiSSArray(MethodArray):
     """Matrix shard sharing: sums over groups of inputs, then multiplies the result by a trained matrix.
 
-    Mathematically speaking, this is the same as periodically repeating the trained matrix and adding it to
-    the weight.
+    Mathematically, this is the same as periodically repeating the trained matrix and adding it to the weight.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
     - `block`: the trained matrix, of shape `(..., rank, outputs)`. Input `j` is multiplied by row `j % rank`.
         If there are fewer columns than outputs, then these are repeated as well. Default: None.
-    - `bat`: matrices of shape `(..., outputs / rank, rank, rank)` that also multiply the weight, in which
-        case `block` should be `None`. Each square block `w[p, q]` then becomes `w[p, q] + w[p, q] @ bat[p] +
-        bat[p]`. Note that every product materialises this sum. Default: None.
+    - `bat`: matrices of shape `(..., outputs / rank, rank, rank)` that also multiply the weight; `block`
+        should then be `None`. Each square block `w[p, q]` then becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`.
+        Every product materialises this sum. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -19,19 +19,19 @@ from .record import BIAS, DROPOUT, Layer, Method, Weight, Written, count, flag, 
 class OFTArray(MethodArray):
     """Orthogonal fine-tuning: multiplies each block of a layer's inputs by a trained orthogonal matrix.
 
-    These matrices are parameterised as Cayley transforms of skew-symmetric matrices. Note that we rotate the
-    inputs rather than the weight, which means that the rotated weight is never formed.
+    These matrices are parameterised as Cayley transforms of skew-symmetric matrices. This rotates the inputs
+    rather than the weight, so the rotated weight is never formed.
 
     **Arguments:**
 
     - `w`: the base, as an array or Value.
     - `skew`: the elements above the diagonal of each `b x b` skew-symmetric matrix, in row-major order, with
         shape `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
-    - `terms`: the number of terms in the Neumann series that approximates the inverse in the Cayley
-        transform, counted as in PEFT. Default: None, for the exact inverse.
+    - `terms`: the number of terms in the Neumann series for the inverse in the Cayley transform, counted as
+        in PEFT. Default: None, for the exact inverse.
     - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). The
         clipping is ignored when differentiating. Default: None.
-    - `of_outputs`: whether to rotate the outputs instead, e.g. the columns of an embedding. Default: False.
+    - `of_outputs`: whether to rotate the outputs instead, e.g. an embedding's columns. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -45,7 +45,7 @@ class OFTArray(MethodArray):
         ```
 
     Qiu et al., Controlling Text-to-Image Diffusion by Orthogonal Finetuning (2023); Qiu et al., Orthogonal
-    Finetuning Made Scalable (2025). We follow PEFT's conventions.
+    Finetuning Made Scalable (2025). Conventions follow PEFT.
     """
 
     skew: Any
@@ -85,10 +85,10 @@ def cayley(k: jax.Array, terms: int | None) -> jax.Array:
     """
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
-        # We need at least float32, as LAPACK doesn't support narrower dtypes.
+        # Use at least float32: LAPACK doesn't support narrower dtypes.
         plus, minus = (cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k))
         return cast(jnp.linalg.solve(plus, minus), k.dtype)
-    terms = 4 if terms == 3 else terms  # This is for consistency with PEFT.
+    terms = 4 if terms == 3 else terms  # For consistency with PEFT.
     out, power = eye, eye
     for n in range(1, terms):
         power = jnp.matmul(power, k, precision="highest")
@@ -106,7 +106,7 @@ def oft(x: Weight, *, block_size: int = 32) -> OFTArray:
 
 
 def _warn_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
-    """Warns about convolutions, for which PEFT's forward pass is inconsistent with its merged weights."""
+    """Warns about convolutions: PEFT's forward pass is inconsistent with its merged weights there."""
     if names := [layer.name for layer in layers if math.prod(layer.window) > 1]:
         warnings.warn(
             f"PEFT computes {', '.join(names)} with OFT in another way than it merges it: its forward pass "
@@ -170,7 +170,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]], targets: Sequen
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
     """Returns either the block size (if this is the same for all layers) or the number of blocks.
 
-    The other is 0, as PEFT's configuration only allows either to be set.
+    The other is 0: PEFT's configuration only allows setting one of them.
     """
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:

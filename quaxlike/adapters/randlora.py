@@ -1,4 +1,4 @@
-"""RandLoRA: a full-rank change, based on random matrices that are shared by all layers."""
+"""RandLoRA: a full-rank change, based on random matrices shared by all layers."""
 
 import functools
 import math
@@ -19,9 +19,9 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 class RandLoRAArray(MethodArray):
     """RandLoRA: adds a full-rank matrix, as a sum of random low-rank matrices.
 
-    The random matrices are frozen and shared by all layers. We only train `scale` and `gamma`, which scale
-    the rows and columns of `a` separately for each term. Note that we compute the sum by multiplying two
-    factors, which together are roughly as large as the weight.
+    The random matrices are frozen and shared by all layers. Only `scale` and `gamma` are trained: they scale
+    the rows and columns of `a` separately for each term. The sum is computed by multiplying two factors,
+    together roughly as large as the weight.
 
     **Arguments:**
 
@@ -32,10 +32,10 @@ class RandLoRAArray(MethodArray):
     - `scale`: has shape `(..., rank, bases)`.
     - `gamma`: has shape `(..., bases, min(outputs, inputs))`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
-        Default: None, for arbitrary matrices.
-    - `sparsity`: the distribution from which PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`.
-        Default: `"dense"`.
+    - `seed`: PEFT's seed for drawing these `a` and `b`, so that its files can omit them. Default: None, for
+        arbitrary matrices.
+    - `sparsity`: PEFT's distribution for drawing them: `"dense"`, `"sparse"` or `"very_sparse"`. Default:
+        `"dense"`.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -49,8 +49,8 @@ class RandLoRAArray(MethodArray):
         ql.quaxify(jnp.matmul)(x, jnp.arange(3.0))
         ```
 
-    Albert et al., RandLoRA: Full-rank parameter-efficient fine-tuning of large models (2025). The order in
-    which the factors are paired follows PEFT.
+    Albert et al., RandLoRA: Full-rank parameter-efficient fine-tuning of large models (2025). Factors are
+    paired as in PEFT.
     """
 
     a: Any
@@ -90,7 +90,7 @@ def randlora(
     x: Weight, *, rank: int = 32, alpha: float = 640, seed: int | None = None,
     sparsity: Literal["dense", "sparse", "very_sparse"] = "dense", a: Any = None, b: Any = None,
 ) -> RandLoRAArray:  # fmt: skip
-    """Initialises with random matrices `a` and `b` that are shared by all layers, as in `vera`."""
+    """Initialises with random matrices `a` and `b` shared by all layers, as in `vera`."""
     if sparsity not in ("dense", "sparse", "very_sparse"):
         raise ValueError(f"RandLoRA is 'dense', 'sparse' or 'very_sparse'; found {sparsity!r}.")
     a, b = given_matrices("RandLoRA", a, b)
@@ -109,7 +109,7 @@ draws(randlora, _drawn)
 
 
 def _sparsity(options: Mapping[str, Any]) -> str:
-    if "sparsity" in options:  # These are options of `randlora`, rather than the ones from a file.
+    if "sparsity" in options:  # Options of `randlora`, rather than from a file.
         return options["sparsity"]
     return "very_sparse" if options["very_sparse"] else "sparse" if options["sparse"] else "dense"
 
@@ -118,7 +118,7 @@ def _read_randlora(layer: Layer) -> Any:
     a, b, seed = layer.shared
     r, few, many = layer.option("r"), *sorted((layer.inputs, layer.outputs))
     bases = math.ceil(few / r)
-    for part, x in (("a", a), ("b", b)):  # The file might contain a copy of these for every layer.
+    for part, x in (("a", a), ("b", b)):  # The file may contain a copy of these for every layer.
         if layer.has(part) and not np.array_equal(layer.read(part, *x.shape), x):
             raise layer.error(part, "is not the matrix that all layers share")
 

@@ -1,8 +1,7 @@
-"""PyTorch's random number generator on CPU, along with the matrices that PEFT draws with it.
+"""PyTorch's random number generator on CPU, and the matrices that PEFT draws with it.
 
-PEFT can omit these matrices from VeRA and RandLoRA files, in which case we must reproduce them bitwise in
-order to load the adapter. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`, so we
-can do this without PyTorch.
+PEFT can omit these matrices from VeRA and RandLoRA files, so loading these adapters must reproduce them
+bitwise. PyTorch uses the same Mersenne Twister as NumPy's `RandomState`, so we can do this without PyTorch.
 """
 
 import math
@@ -40,8 +39,7 @@ class Generator:
     def permutation(self, n: int, first: int) -> np.ndarray:
         """Returns the first `first` entries of `torch.randperm(n)`.
 
-        This is a Fisher-Yates shuffle that only stores the entries which have been swapped so far, because
-        `n` can be as large as the number of elements in a weight.
+        `n` can be as large as a weight, so this Fisher-Yates shuffle only stores the entries swapped so far.
         """
         moved: dict[int, int] = {}
         for k, word in enumerate(self._words(min(first, n - 1))):

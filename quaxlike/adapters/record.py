@@ -20,23 +20,20 @@ from ..arrays.layout import Layout
 
 Start = Callable[..., Any]
 
-#: The prefix of tensor names in PEFT's files, for those tensors that belong to a layer and for those that
-#: belong to the whole model (e.g. the random matrices of VeRA).
+#: The prefixes of tensor names in PEFT's files: for tensors of a layer, and for those of the whole model
+#: (e.g. VeRA's random matrices).
 PREFIX = "base_model.model."
 ROOT = "base_model."
 
 
 class Option(NamedTuple):
-    """A configuration entry, with its default in PEFT and the values that we support."""
+    """A configuration entry, with its default in PEFT and its supported values."""
 
     default: Any
     expected: str
     fits: Callable[[Any], bool]
     is_recent: bool = False
-    """Whether to omit this entry if it has its default value.
-
-    This is because older PEFT versions don't support this entry.
-    """
+    """Whether to omit this entry if it has its default value: older PEFT versions don't support it."""
 
 
 def flag(default: bool = False) -> Option:
@@ -44,7 +41,7 @@ def flag(default: bool = False) -> Option:
 
 
 def count(default: int, least: int = 1) -> Option:
-    """An integer that is greater than or equal to `least`."""
+    """An integer of at least `least`."""
     return Option(default, f"an integer of at least {least}", lambda x: type(x) is int and x >= least)
 
 
@@ -53,7 +50,7 @@ def number(default: float | int) -> Option:
 
 
 def by_pattern(each: Option) -> Option:
-    """A dict from name patterns to values, which is used to override an option in particular layers."""
+    """A dict from name patterns to values, overriding an option in particular layers."""
 
     def fits(x: Any) -> Any:
         return isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
@@ -70,8 +67,7 @@ def one_of(default: Any, *others: Any) -> Option:
     return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
 
 
-#: A dropout rate. We accept this for compatibility with PEFT, but dropout isn't implemented for these
-#: methods, so its value is ignored.
+#: A dropout rate, accepted for compatibility with PEFT but ignored: these methods don't implement dropout.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
 
 
@@ -79,15 +75,15 @@ def _fits_bias(x: Any) -> bool:
     return isinstance(x, str) and (x in ("none", "all") or x.endswith("_only"))
 
 
-#: Which biases are trained, where for example `"vera_only"` stands for those of the adapted layers. PEFT just
-#: looks at the ending.
+#: Which biases are trained. For example, `"vera_only"` means those of the adapted layers: PEFT only checks
+#: the ending.
 BIAS = Option("none", "'none', 'all' or the name of the method and '_only'", _fits_bias)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """The tensors in an adapter file, which methods access through a `Layer`."""
+    """The tensors in an adapter file. Methods access them through a `Layer`."""
 
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
 
@@ -98,7 +94,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class OnLayout:
-    """A weight along with its layout, and the sizes that follow from these."""
+    """A weight, its layout, and the sizes that follow from them."""
 
     w: Any
     layout: Layout
@@ -127,10 +123,7 @@ class OnLayout:
 
 @dataclasses.dataclass(eq=False)
 class Layer(OnLayout):
-    """A layer of the model, along with its tensors in the file.
-
-    This is what `Method.read` is called with.
-    """
+    """A layer of the model with its tensors in the file: the argument of `Method.read`."""
 
     name: str
     bias: Any
@@ -142,12 +135,12 @@ class Layer(OnLayout):
     kind: str
     """The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight."""
     target: str
-    """The name that patterns are matched with. PEFT includes `.weight` if it adapts this as a parameter."""
+    """The name matched with patterns. PEFT includes `.weight` if it adapts this as a parameter."""
     has_base: bool = False
-    """Whether the weight is from the file, and not from the model.
+    """Whether the weight is from the file rather than the model.
 
-    PEFT saves embeddings and output layers along with their adapters. This is after any initialisation that
-    changed them.
+    PEFT saves embeddings and output layers along with their adapters, after any initialisation that changed
+    them.
     """
     shared: Any = None
     """The result of `Method.prepare`."""
@@ -179,8 +172,8 @@ class Layer(OnLayout):
     def shape_of(self, part: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in the file, raising an error if it is missing."""
         if part not in self.keys:
-            # The file might have a different name for this layer than the model does, so we derive the key
-            # from another tensor of this layer if there is one.
+            # The file may name this layer differently than the model, so derive the key from another of its
+            # tensors, if there is one.
             other, key = next(iter(self.keys.items()), ("", f"{PREFIX}{self.name}"))
             stem = key.removesuffix(self.method.parts.get(other, ""))
             raise self.file.error(f"{stem}{self.method.parts[part]}", "is missing")
@@ -189,7 +182,7 @@ class Layer(OnLayout):
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
         """Reads a tensor, raising an error if it doesn't have this shape.
 
-        We also track which tensors were read. See `check_all_read`.
+        This also tracks which tensors were read, for `check_all_read`.
         """
         self.shape_of(part)
         self._unread.discard(part)
@@ -198,14 +191,14 @@ class Layer(OnLayout):
     def error(self, part: str | None, problem: str) -> ValueError:
         """Creates an error for a problem with this tensor.
 
-        If `part` is `None`, then the error refers to the first tensor of this layer instead.
+        If `part` is `None`, then this refers to the layer's first tensor instead.
         """
         if part is not None:
             self.shape_of(part)
         return self.file.error(self.keys[part or next(iter(self.keys))], problem)
 
     def missing_for_all(self, name: str) -> ValueError:
-        """Creates an error for a missing tensor that should have been shared by all layers."""
+        """Creates an error for a missing tensor shared by all layers."""
         key = f"{ROOT}{self.method.shared[name]}"
         return self.file.error(key, "is missing: `save_projection` says that the file holds it")
 
@@ -215,13 +208,13 @@ class Layer(OnLayout):
 
 
 class Written(NamedTuple):
-    """An adapted layer that is being written to a file."""
+    """An adapted layer to write to a file."""
 
     name: str
     array: Any
     layout: Layout
     bias: Any
-    """The layer's bias (or the Value which replaced it), if there is one."""
+    """The layer's bias (or the Value replacing it), if there is one."""
     path: str
     """The array's name in the model."""
     kind: str
@@ -237,10 +230,10 @@ class Written(NamedTuple):
 
     @property
     def is_fan_in_fan_out(self) -> bool:
-        """Whether the weight is stored as `(in, out)` in the checkpoint, which is the case for GPT-2.
+        """Whether the checkpoint stores the weight as `(in, out)`, as for GPT-2.
 
-        Note that kernels from other frameworks are `(in, out)` as well, but these are transposed to `(out,
-        in)` when they are stored in a checkpoint.
+        Kernels from other frameworks are `(in, out)` as well, but checkpoints store them transposed to
+        `(out, in)`.
         """
         is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
@@ -284,7 +277,7 @@ class Weight(OnLayout):
 def starts(start: Callable[..., Any]) -> Start:
     """Wraps a function of a `Weight` and some options, for use as `make` in [`quaxlike.adapt`][].
 
-    We also update the signature, because this is inspected by `adapt`.
+    This also updates the signature, because `adapt` inspects it.
     """
 
     @functools.wraps(start)
@@ -313,7 +306,7 @@ class Method(NamedTuple):
     read: Callable[[Layer], Any]
     """Returns either the adapted weight, or a pair of this and a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns a layer's tensors (by part, where None is left out) and its options.
+    """Returns a layer's tensors (by part, without any None) and its options.
 
     This should be `None` if the array is `rewritten`.
     """
@@ -322,58 +315,57 @@ class Method(NamedTuple):
     others: Mapping[str, str] = {}
     """Maps other kinds of layers to the reason why they can't be adapted."""
     conv1d: bool = True
-    """Whether PEFT supports GPT-2's `Conv1D`, whose weights are `(in, out)`."""
+    """Whether PEFT supports GPT-2's `Conv1D`, with its `(in, out)` weights."""
     patterns: Mapping[str, str] = {}
-    """Maps options that can differ between layers to the entries which override them by pattern."""
+    """Maps options that can differ between layers to the entries overriding them by pattern."""
     by_pattern: Callable[[Mapping[str, Any], str, Any], Any] = value_for
-    """Looks up the value for a layer in such an entry, given a default."""
+    """Looks up a layer's value in one of these entries, given a default."""
     settle: (
         Callable[[Mapping[str, Written], dict[str, dict[str, Any]], Sequence[str]], dict[str, Any]] | None
     ) = None
     """Returns the entries that depend on all layers at once, given the options of each layer and the names in
     `target_modules`.
 
-    If these replace any options for individual layers, then this should pop them.
+    This should pop any options of individual layers that they replace.
     """
     informative: Collection[str] = ("init_weights",)
-    """Entries that only concern initialisation or training, so we can ignore them for a trained adapter."""
+    """Entries that only concern initialisation or training: these are ignored for a trained adapter."""
     shared: Mapping[str, str] = {}
-    """The names (without the prefix) for tensors that belong to the whole model."""
+    """The names (without the prefix) of the whole model's tensors."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
     """Called once before any layers are read, with the layers and the `shared` tensors in the file.
 
     The result is available as the attribute `shared` of each layer.
     """
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns the tensors and options that are shared by all layers."""
+    """Returns the tensors and options shared by all layers."""
     entry: str = "target_modules"
-    """The configuration entry that lists the adapted layers."""
+    """The configuration entry listing the adapted layers."""
     named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
     """Returns the candidates for each layer listed in `entry`, given the layouts for all layers.
 
-    The file should contain exactly one candidate. Note that this is only used if `entry` is something other
-    than `target_modules`.
+    The file should contain exactly one candidate. This is only used if `entry` isn't `target_modules`.
     """
     beside: Sequence["Method"] = ()
-    """Methods for other layers, whose adapters can be included in the same file."""
+    """Methods for other layers, with adapters in the same file."""
     refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
-    """Returns an unsupported option (if there is one) and the reason why it isn't supported.
+    """Returns an unsupported option (if there is one) and the reason.
 
     The reason can contain `{}` as a placeholder for the option's value.
     """
     read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
     """Reads a stack of weights, given its name and its layers in order.
 
-    Some layers might not be adapted, in which case they don't have any tensors in the file.
+    Layers that aren't adapted don't have any tensors in the file.
     """
     tied: bool = False
-    """Whether an adapter on an embedding can be written for the output layer that is tied to it, too."""
+    """Whether an adapter on an embedding can be written for the output layer tied to it, too."""
     rewritten: Callable[[Any], Any] | None = None
-    """Converts the array to another method, which is then written to the file instead."""
+    """Converts the array to another method, to write to the file instead."""
 
     @property
     def name(self) -> str:
-        """The name by which the method is referred to in Python."""
+        """The method's name in Python."""
         return self.peft_type.lower()
 
     def refusal(self, name: str, kind: str, description: str | None = None) -> str:
@@ -387,7 +379,7 @@ class Method(NamedTuple):
 def as_written(path: str, x: Any) -> float | int:
     """Converts an adapter's hyperparameter to a Python number, undoing float32 rounding if possible.
 
-    For example, a scaling of 0.1 that was stored in float32 is written as 0.1 rather than 0.10000000149.
+    For example, a scaling of 0.1 stored in float32 is written as 0.1 rather than 0.10000000149.
 
     **Raises:** `ValueError` if it is traced, or if its value differs between stacked layers.
     """

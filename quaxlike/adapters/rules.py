@@ -35,9 +35,9 @@ class _Product(AdaptedProduct):
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
         keep: Collection[int], **params: Any,
     ) -> tuple[Any, Labels]:  # fmt: skip
-        """Multiplies by a matrix whose last two axes each correspond to a (flattened) axis group.
+        """Multiplies by a matrix with one (flattened) axis group for each of its last two axes.
 
-        To do so, we flatten these axes of `x` beforehand, and then unflatten the result's axes.
+        This flattens these axes of `x` beforehand, and then unflattens the result's axes.
         """
         for group in groups:
             x, labels = _merged(x, labels, group)
@@ -62,7 +62,7 @@ def _product(it: _Product) -> Any:
     out, into = axes_of(w, w.out_axes), axes_of(w, w.in_axes)
     apart = isinstance(w, ScaledArray | HadamardArray)
     if not apart and any(len({i in it.out for i in own}) > 1 for own in (out, into)):
-        # Some (but not all) of the axes that are flattened in the matrix are contracted, so we can't use it.
+        # Some (but not all) of the axes flattened in the matrix are contracted, so it can't be used.
         return NotImplemented
     match w:
         case HadamardArray():
@@ -86,7 +86,7 @@ def _sum_product(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x:
 def _scaled_product(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
     """Multiplies `x` by the factors along contracted axes, and the result by all others.
 
-    Note that we never scale the base itself, as it might be quantised.
+    This never scales the base itself, because it may be quantised.
     """
     labels = it.x_labels
     factors = [(factor, it.own[name]) for name, factor in (("outputs", outputs), ("inputs", inputs))
@@ -106,8 +106,8 @@ def _scaled_product(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> 
 
 def _rotated_product(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
-    # In between the two products, the rotated axes are given separate (negative) labels. Otherwise each
-    # product would have the same label for the axes that it contracts and for the ones that it produces.
+    # Between the two products, the rotated axes get separate (negative) labels. Otherwise each product would
+    # have the same labels for the axes it contracts and for those it produces.
     between = [-1 - k for k in range(len(columns))]
     groups = (between, columns)
     own, precision = it.own["rotation"], {"precision": it.params["precision"]}
@@ -115,7 +115,7 @@ def _rotated_product(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     def renamed(labels: Any, old: Any, new: Any) -> Any:
         return [new[old.index(i)] if i in old else i for i in labels]
 
-    if not {*columns} & {*it.out}:  # The rotated axes are contracted, so we rotate `x` instead of the result.
+    if not {*columns} & {*it.out}:  # The rotated axes are contracted, so rotate `x` instead of the result.
         x = _inexact(x, w)
         dtype = common_dtype(rotation, x)
         keep = {*between, *it.out, *it.own["w"]} - {*columns}
@@ -137,13 +137,13 @@ def _rotated_product(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
 def _inexact(x: Any, w: Any) -> Any:
     """Promotes `x` to an inexact dtype if it is an integer.
 
-    It is about to be multiplied by factors, which are typically fractional.
+    The factors it is about to be multiplied by are typically fractional.
     """
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, common_dtype(w, x))
 
 
 def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
-    """Flattens a group of axes into a single axis, which keeps the first one's label."""
+    """Flattens a group of axes into a single axis with the first one's label."""
     if len(group) == 1 or group[0] not in labels:
         return x, labels
     order = [*(i for i in labels if i not in group), *group]
@@ -168,7 +168,7 @@ def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **para
 
 @register("gather")
 def _gather(x: Combinator, indices: ArrayLike, **params: Any):
-    """Looks up rows of the base and then adapts just these rows, so that we never materialise the array."""
+    """Looks up rows of the base and then adapts just these rows, without materialising the array."""
     return looked_up(x, indices, _rows, **params)
 
 

@@ -1,4 +1,4 @@
-"""Random matrices that are shared by all layers, as in VeRA and RandLoRA."""
+"""Random matrices shared by all layers, as in VeRA and RandLoRA."""
 
 import inspect
 import math
@@ -34,11 +34,11 @@ def given_matrices(method: str, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def draws(make: Any, draw: Callable[..., Any]) -> None:
-    """Attaches a function `share` to `make`, which is called by `adapt` in order to draw the shared matrices.
+    """Attaches a function `share` to `make`, for `adapt` to draw the shared matrices.
 
-    This happens once, before any adapters are created. We call `draw(generator, inputs, outputs, rank,
-    options)` with the maximum number of inputs and outputs over all weights, so that the matrices are large
-    enough for each weight.
+    This happens once, before any adapters are created. The arguments of
+    `draw(generator, inputs, outputs, rank, options)` include the maximum number of inputs and outputs over
+    all weights, so that the matrices are large enough for each weight.
     """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 
@@ -67,10 +67,10 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 def read_shared(
     part: str, draw: Callable[..., Any], layers: Sequence[Layer], given: Mapping[str, Any]
 ) -> Any:
-    """Returns the shared matrices, along with the seed that they were drawn with.
+    """Returns the shared matrices and their seed.
 
-    The seed is `None` if the file includes the matrices themselves. `part` should be a part whose leading
-    axis is the rank, and `draw` is as in `draws`.
+    The seed is `None` if the file includes the matrices themselves. `part` should be a part with the rank as
+    its leading axis, and `draw` is as in `draws`.
     """
     if not layers:
         return None

@@ -48,7 +48,7 @@ class SHiRAArray(MethodArray):
 
 @starts
 def shira(x: Weight, *, rank: int = 32) -> SHiRAArray:
-    """Selects elements at random, so that there are as many parameters as in a LoRA with this rank."""
+    """Selects random elements, as many as a LoRA with this rank has parameters."""
     n, size = rank * (x.outputs + x.inputs), x.outputs * x.inputs
     if x.batch or not 0 < n <= size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""VeRA: trains vectors that scale random matrices which are shared by all layers."""
+"""VeRA: trains vectors that scale random matrices shared by all layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 class VeRAArray(MethodArray):
     """Vector-based random matrix adaptation: `w + diag(scale_b) b diag(scale_a) a`.
 
-    Here `a` and `b` are random matrices that are frozen and shared by all layers. We only train the two
-    vectors, so this needs very few parameters.
+    Here `a` and `b` are frozen random matrices shared by all layers. Only the two vectors are trained, so
+    this needs very few parameters.
 
     **Arguments:**
 
@@ -27,8 +27,8 @@ class VeRAArray(MethodArray):
     - `b`: has shape `(..., m, rank)`. Only the first `num_outputs` rows are used.
     - `scale_a`: has shape `(..., rank)`.
     - `scale_b`: has shape `(..., *outputs)`.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
-        Default: None, for arbitrary matrices.
+    - `seed`: PEFT's seed for drawing these `a` and `b`, so that its files can omit them. Default: None, for
+        arbitrary matrices.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
@@ -71,10 +71,10 @@ def vera(
     x: Weight, *, rank: int = 256, d_initial: float = 0.1, seed: int | None = None, a: Any = None,
     b: Any = None,
 ) -> VeRAArray:  # fmt: skip
-    """Initialises with random matrices `a` and `b` that are shared by all layers.
+    """Initialises with random matrices `a` and `b` shared by all layers.
 
-    By default, these are the matrices that PEFT would draw with this `seed`, or otherwise with a seed that is
-    derived from the key.
+    By default, these are the matrices that PEFT would draw with this `seed`, or otherwise with a seed derived
+    from the key.
     """
     a, b = given_matrices("VeRA", a, b)
     return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out_shape), seed=seed)
@@ -103,9 +103,9 @@ def _write_vera(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fits_vera(layers: Sequence[Written]) -> bool:
-    """Returns whether the shared matrices have the same shapes as PEFT would choose for these layers.
+    """Returns whether the shared matrices have the shapes that PEFT would choose for these layers.
 
-    If not then PEFT couldn't reproduce them from the seed, so we need to store them in the file.
+    Otherwise PEFT couldn't reproduce them from the seed, so the file must store them.
     """
     sizes = zip(*((x.array.num_inputs, x.array.num_outputs) for x in layers), strict=True)
     n, m = map(max, sizes)

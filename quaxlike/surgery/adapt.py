@@ -35,31 +35,30 @@ def adapt(
 ) -> PyTree:
     """Adds custom adapters to a model's weights, leaving everything else unchanged.
 
-    Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
-    which of its leaves to train. Tied weights, i.e. weights that are the same array object, share a single
-    adapter.
+    Call the result through [`quaxlike.quaxify`][], and select the leaves to train with
+    [`quaxlike.trainable`][]. Tied weights (the same array object) share a single adapter.
 
     **Arguments:**
 
     - `model`: any pytree. Weights can be Values, for example 4-bit arrays.
-    - `make`: a function called as `make(w, key=..., layout=...)` for each weight, which should return a
-        [`quaxlike.AdaptedArray`][] of the same shape as `w`. Here `layout` is a [`quaxlike.Layout`][], which
-        specifies the output and input axes of `w`. If `make` has a parameter `bias=None`, then the layer's
-        bias (or `None`) is passed as well.
+    - `make`: a function called as `make(w, key=..., layout=...)` for each weight, returning a
+        [`quaxlike.AdaptedArray`][] of the same shape as `w`. Here `layout` is a [`quaxlike.Layout`][] with
+        the output and input axes of `w`. If `make` has a parameter `bias=None`, then the layer's bias (or
+        `None`) is passed as well.
 
-        If you want to share arrays between all adapters, set an attribute `make.share`. This is called
-        beforehand as `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should
-        return a dict with additional keyword arguments for `make`. If `make` is a `functools.partial`, then
-        its keyword arguments are passed to `share` as well.
+        To share arrays between all adapters, set an attribute `make.share`. This is called beforehand as
+        `share(weights, key=key)`, with a list `weights` of pairs `(w, layout)`, and should return a dict of
+        additional keyword arguments for `make`. The keyword arguments of a `functools.partial` are passed to
+        `share` as well.
 
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components. Default: none.
-    - `key`: a PRNG key, which is split so that every call to `make` receives a different key. Default:
-        `None`, in which case `make` receives `None`.
+    - `key`: a PRNG key, split to give every call to `make` a different key. Default: `None`, passed on to
+        `make`.
     - `modules_to_save`, `trainable_token_indices`: as in [`quaxlike.loraify`][].
-    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
@@ -126,7 +125,7 @@ def check_make(make: Any) -> None:
 def _with_shared(
     make: Callable[..., Any], weights: Sequence[tuple[Any, Layout]], key: Any
 ) -> Callable[..., Any]:
-    """Binds the keyword arguments returned by `make.share`, if that exists."""
+    """Binds the keyword arguments returned by `make.share`, if it exists."""
     inner, options = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
     share = getattr(inner, "share", None)
     return make if share is None else functools.partial(make, **share(weights, key=key, **options))
@@ -142,11 +141,11 @@ def weights_to_adapt(
     modules_to_save: Sequence[str] = (),
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
-    """Selects which weights to adapt, excluding any that are trained directly.
+    """Selects the weights to adapt, excluding directly trained ones.
 
-    **Returns:** the model, the selected weights, and the arrays that are trained directly. If the output
-    layer is tied to the embedding, but only the output layer is selected (or they are trained in different
-    ways), then we untie them in the returned model.
+    **Returns:** the model, the selected weights, and the directly trained arrays. An output layer tied to the
+    embedding is untied in this model if only the output layer is selected, or if both are trained in
+    different ways.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -167,7 +166,7 @@ def weights_to_adapt(
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
     if head is not None:
-        if embedding in targets:  # If both are selected, then keep them tied, so that they share an adapter.
+        if embedding in targets:  # If both are selected, then keep them tied, to share an adapter.
             targets.pop(head, None)
         both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
         if len(both) == 2 and both[0] == both[1]:  # Either both are trained in full, or in the same rows.
@@ -182,8 +181,8 @@ def weights_to_adapt(
 def _with_own_head(model: PyTree) -> tuple[PyTree, str | None, str | None]:
     """Unties the output layer from the embedding.
 
-    Returns the model, along with the names of both weights if they were tied. Models opt into this by
-    defining a `with_separate_head` method.
+    Returns the model, and the names of both weights if they were tied. Models opt into this by defining a
+    `with_separate_head` method.
     """
     if not hasattr(model, "with_separate_head"):
         return model, None, None
@@ -210,7 +209,7 @@ def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]
 
 
 def require_trainable(name: str, w: Any) -> None:
-    """Raises `ValueError` if a weight that will be trained is quantised, unless its scales are trained."""
+    """Raises `ValueError` if a weight to train is quantised, unless its scales are trained."""
 
     def is_quantised(x: Any) -> bool:
         return isinstance(x, AbstractQuantizedArray)
@@ -248,12 +247,11 @@ def _token_rows(
 def adapters_on(
     targets: Mapping[str, Record], key: Any, make: Callable[[str, Any, Layout, Any], Any]
 ) -> dict[str, Any]:
-    """Calls `make(name, w, layout, key)` for each weight, splitting `key` between them if it is given."""
+    """Calls `make(name, w, layout, key)` for each weight, splitting `key` (if any) between them."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # We assign keys in the order of names. In this way, the same model is always initialised with the
-        # same adapters, regardless of the order in which a framework happens to flatten its fields. Note that
-        # we index into the keys, because iterating over an array would compile a separate program for every
+        # Assign keys in the order of names: the same model then gets the same adapters, however its framework
+        # flattens its fields. Index into the keys: iterating over an array would compile a program for every
         # length.
         split = jax.random.split(key, len(targets))
         keys = {name: split[i] for i, name in enumerate(sorted(targets, key=_natural))}
@@ -270,5 +268,5 @@ def adapters_on(
 
 
 def _natural(name: str) -> list[Any]:
-    """Returns a sort key for natural ordering. For example, this sorts `layers.2` before `layers.10`."""
+    """Returns a sort key for natural ordering, e.g. with `layers.2` before `layers.10`."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""Serving and combining several adapters on a single base. This also includes dropout and activation."""
+"""Several adapters on a single base: serving and combining them, their dropout and activation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -25,19 +25,19 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Arguments:**
 
-    - `models`: models with the same base but different adapters, which can have different ranks. They can
-        also be on different layers, if an adapter of this type adds nothing when all its parts are zero (so
-        not for DoRA, BOFT, HRA and IA3).
+    - `models`: models with the same base but different adapters, of equal or different ranks. They can also
+        be on different layers, if adapters of this type add nothing when all their parts are zero (so not for
+        DoRA, BOFT, HRA and IA3).
 
     **Returns:**
 
-    A model whose adapters have an additional leading axis, with one entry per model. The weights are only
-    stored once. Before you call the model, use [`quaxlike.choose_adapter`][] to pick an adapter.
+    A model with an additional leading axis in its adapters, with one entry per model. Weights are only stored
+    once. Before calling the model, pick an adapter with [`quaxlike.choose_adapter`][].
 
     **Raises:**
 
     `ValueError` if the models differ in anything other than their adapters. Arrays are compared first by
-    identity and then by value, except that traced arrays are always assumed to be equal.
+    identity and then by value; traced arrays always count as equal.
 
     !!! example
 
@@ -65,11 +65,11 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
 @checked
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
-    """Picks one of the adapters that were stacked by [`quaxlike.stack_adapters`][].
+    """Picks one of the adapters stacked by [`quaxlike.stack_adapters`][].
 
-    The index can be traced, which means that we don't need to recompile when switching between adapters. You
-    can also `jax.vmap` over both indices and samples, so that every sample uses a different adapter. Note
-    that the product with the base is still computed as a single batch in this case.
+    The index can be traced, so switching between adapters doesn't recompile. `jax.vmap` over both indices and
+    samples uses a different adapter for every sample, but still computes the product with the base as a
+    single batch.
 
     **Arguments:**
 
@@ -126,11 +126,11 @@ def combine_adapters(
 
     **Arguments:**
 
-    - `models`: models with the same base but different adapters, of a type which implements
-        `AdaptedArray.combined`. The options below are the ones that LoRA supports.
+    - `models`: models with the same base but different adapters, of a type that implements
+        `AdaptedArray.combined`. The options below are LoRA's.
     - `weights`: a sequence or array with one weight per model. This can be traced.
     - `method`: `"cat"` is exact, but its rank is the sum of all ranks. `"svd"` is the best approximation of
-        the sum by an adapter with rank `rank`. `"linear"` sums the factors, each scaled by the square root of
+        the sum by an adapter of rank `rank`. `"linear"` sums the factors, each scaled by the square root of
         its weight. This is inexact and requires all ranks to be equal. Default: `"cat"`.
     - `rank`: the rank to use for `"svd"`. Default: the largest rank among the adapters.
 
@@ -174,7 +174,7 @@ def _adapters(
 ) -> dict[str, list[Any]]:
     """Collects the adapters on each weight from all models.
 
-    If a weight isn't adapted in some models, then we fill in `without(w, like)` for these.
+    Models without an adapter on a weight get `without(w, like)`.
     """
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
@@ -219,7 +219,7 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """Lists the parts that can differ between adapters. All other parts must be shared."""
+    """Lists the parts free to differ between adapters. All others must be shared."""
     return [name for name in (*x.trained(), *x.numbers) if name != "w"]
 
 
@@ -242,9 +242,9 @@ def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mappi
 
 
 def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
-    """Returns an adapter on `w` that differs from `like` in its trained numbers alone, which are zero.
+    """Returns an adapter on `w` equal to `like`, but with zeros for its trained numbers.
 
-    `promote` only knows the shapes of `like`, so that all its parts are zero.
+    `promote` only knows the shapes of `like`, so all parts of its result are zero.
     """
     out = type(like).promote(w, like)
     if out is NotImplemented:
@@ -306,13 +306,12 @@ def _combined(
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     """Enables or disables dropout in a model's adapters.
 
-    Note that the mask only depends on the key. You should therefore pass a new key at every step, and also a
-    different key for every sample if you use `jax.vmap`. If an adapter is used several times in a forward
-    pass, then it drops the same inputs each time.
+    The mask only depends on the key: pass a new key at every step, and a different one for every sample under
+    `jax.vmap`. An adapter used several times in a forward pass drops the same inputs each time.
 
     **Arguments:**
 
-    - `model`: a model that was adapted with `dropout=`.
+    - `model`: a model adapted with `dropout=`.
     - `key`: a PRNG key, or `None` to disable dropout.
 
     **Returns:**
@@ -346,12 +345,12 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
 
 @checked
 def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -> PyTree:
-    """Determines which tokens of a text the activated LoRAs in a model act on.
+    """Tells a model's activated LoRAs which tokens of a text to act on.
 
     An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
-    if there is no such occurrence. You should call this function for every text, outside
-    [`quaxlike.quaxify`][]. For a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][],
-    [`quaxlike.lm.Conversation`][] and `python -m quaxlike.lm.finetune` already do this for you.
+    without an occurrence. Call this function for every text, outside [`quaxlike.quaxify`][]. For a batch of
+    texts, use `jax.vmap`. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    `python -m quaxlike.lm.finetune` already do this.
 
     **Arguments:**
 
@@ -400,7 +399,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     def in_segments(invocation: tuple[int, ...]) -> Any:
         starts = _occurrences(ids, invocation)
-        # Discard any match that crosses from one text into the next one.
+        # Discard matches crossing from one text into the next.
         whole = segments == jnp.roll(segments, 1 - len(invocation))
         last = jax.ops.segment_max(jnp.where(whole, starts, -1), segments, len(ids) + 1)[segments]
         return (last >= 0) & (order >= last)
@@ -411,7 +410,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
     """Makes each activated LoRA act on exactly the tokens for which `active(invocation)` is true.
 
-    Note that `active` is called once for each distinct invocation, rather than once for each adapter.
+    `active` is called once for each distinct invocation, not for each adapter.
     """
     found = {invocation: active(invocation) for invocation in invocations(model)}
     if not found:

@@ -1,6 +1,6 @@
 """`balance`: rescales layer inputs before quantisation (AWQ).
 
-We multiply a weight's columns by some factors, and the rows in the preceding layer by their inverses. These
+A weight's columns are multiplied by factors, and the rows in the preceding layer by their inverses. These
 cancel out, so the model still computes the same function.
 """
 
@@ -19,10 +19,9 @@ from .quantize import quantize_array
 from .records import Layouts, records_of, require_layout
 from .trees import bias_of, layer_of, replace, suggestion
 
-#: Maps each layer to the layers that consume its outputs, for decoders which use the same names as Llama.
-#: (This includes Mistral, Qwen2 and Qwen3, but not Phi-3.) Note that a factor can be folded into any norm
-#: that has a weight. In a gated unit, it must be folded into the half without the activation, because it
-#: wouldn't commute with a nonlinearity.
+#: Maps each layer to the layers consuming its outputs, for decoders with the same names as Llama. (This
+#: includes Mistral, Qwen2 and Qwen3, but not Phi-3.) A factor can be folded into any norm with a weight. It
+#: doesn't commute with a nonlinearity, so in a gated unit it goes into the half without the activation.
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -45,10 +44,10 @@ def balance(
 ) -> PyTree:
     """Rescales layer inputs to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
 
-    Columns that multiply large activations are scaled up, and the rows in the preceding layer are scaled down
-    by the same factors. This doesn't change the function that the model computes, but makes the quantisation
-    error smaller for the columns that matter most. Afterwards, you should quantise the model with the same
-    scheme. If you also want to calibrate, then make sure to measure the moments again on the balanced model.
+    Columns that multiply large activations are scaled up, and the rows in the preceding layer scaled down by
+    the same factors. This doesn't change the model's function, but makes the quantisation error smaller for
+    the columns that matter most. Afterwards, quantise the model with the same scheme. To calibrate as well,
+    measure the moments again on the balanced model.
 
     **Arguments:**
 
@@ -59,12 +58,11 @@ def balance(
         rounding error of this scheme. Default: `"uint4_block"`.
     - `activations`: as in [`quaxlike.quantize`][]. If `"int8"`, then the rounding error of the inputs is
         taken into account as well. Default: the inputs are not rounded.
-    - `folds`: a mapping from each layer to the layers that consume its outputs. Keys are regular expressions
-        that must match the whole name, and values can refer to their groups. There can only be elementwise
-        operations in between, and the outputs must not be used anywhere else. Keys should match either linear
-        layers or norms that multiply by a one-dimensional `weight`. Default: the result of `model.folds()` if
-        there is such a method (e.g. for [`quaxlike.lm.models.Decoder`][]), and otherwise
-        `quaxlike.surgery.balance.LLAMA_FOLDS`.
+    - `folds`: a mapping from each layer to the layers consuming its outputs. Keys are regular expressions for
+        the whole name, and values can refer to their groups. There can only be elementwise operations in
+        between, and the outputs must not be used anywhere else. Keys should match either linear layers or
+        norms that multiply by a one-dimensional `weight`. Default: `model.folds()` if defined (e.g. for
+        [`quaxlike.lm.models.Decoder`][]), and otherwise `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as in [`quaxlike.quantize`][].
 
     **Returns:**
@@ -89,9 +87,9 @@ def balance(
         quantised = ql.quantize(balanced, "int4")
         ```
 
-    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>. Note that we use the root mean square of the
-    activations rather than their mean magnitude. If `activations` is set then this corresponds to SmoothQuant
-    (Xiao et al., 2023).
+    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>. This uses the root mean square of the
+    activations rather than their mean magnitude. With `activations`, this corresponds to SmoothQuant (Xiao et
+    al., 2023).
     """
     if folds is None:
         folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
@@ -100,7 +98,7 @@ def balance(
     layers = {layer_of(name): name for name in arrays if layer_of(name) != name}
 
     def rounded(name: str, factor: np.ndarray) -> np.ndarray:
-        """Rounds a matrix whose columns are scaled by `factor`, then undoes the scaling."""
+        """Rounds a matrix with columns scaled by `factor`, then undoes the scaling."""
         own = require_layout(name, records[name])
         scaled = _scaled(arrays[name], factor, own.in_axes[0])
         dense = materialise(quantize_array(name, scaled, scheme, own, **scheme_options))
@@ -130,7 +128,7 @@ def balance(
 
 
 def _matched(folds: Mapping[str, Sequence[str]], layers: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Returns each layer that a pattern in `folds` matches, and the layers that consume its outputs."""
+    """Returns each layer matched by a pattern in `folds`, and the layers consuming its outputs."""
     found: list[tuple[str, list[str]]] = []
     for pattern, consumers in folds.items():
         for match in filter(None, (re.fullmatch(pattern, layer) for layer in layers)):
@@ -149,7 +147,7 @@ def _best_factor(
     rounded: Callable[[str, np.ndarray], np.ndarray],
     activations: str | None,
 ) -> np.ndarray:
-    """Returns the factors for the columns of these matrices that minimise the error in their outputs."""
+    """Returns the column factors that minimise the error in the outputs of these matrices."""
     rms = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))
 
     def cost(factor: np.ndarray) -> float:
@@ -157,7 +155,7 @@ def _best_factor(
         for name, w in columns.items():
             error = rounded(name, factor) - w
             total += float(np.sum(error @ moment * error))
-            if activations == "int8":  # We assume that the largest input is three times the RMS.
+            if activations == "int8":  # Assume the largest input is three times the RMS.
                 step = 3 / 127 * np.max(rms / factor)
                 total += float(step**2 / 12 * np.sum((w * factor) ** 2))
         return total
@@ -175,7 +173,7 @@ def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLike]) -> np.ndarray:
-    """Returns the second moments of the inputs, which all these layers share."""
+    """Returns the second moments of the inputs shared by these layers."""
     for name, w in columns.items():
         if name not in moments:
             raise ValueError(f"balance has no moments for {name}; it has those for {', '.join(moments)}.")

@@ -1,10 +1,9 @@
-"""Calibrated quantisation, which uses GPTQ and coordinate descent to minimise the error in a layer's outputs.
+"""Calibrated quantisation: minimises the error in a layer's outputs by GPTQ and coordinate descent.
 
-GPTQ rounds a weight's columns sequentially, starting with the ones that multiply the largest inputs. To the
-extent that the inputs are correlated, each rounding error can be compensated for by adjusting the remaining
-columns. We then refine the result by coordinate descent over both columns and scales. Importantly, we only
-accept steps that don't increase the cost, which means that the result is never worse than GPTQ or plain
-rounding.
+GPTQ rounds a weight's columns sequentially, starting with those that multiply the largest inputs. As far as
+inputs are correlated, adjusting the remaining columns compensates for each rounding error. Coordinate descent
+over columns and scales then refines the result. We only accept steps that don't increase the cost, so this is
+never worse than GPTQ or plain rounding.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -24,13 +23,13 @@ from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 from ..arrays.quantized.search import SEARCHED
 
-# These are relative to the mean of the diagonal. Without the first, the matrix can be singular if inputs are
-# correlated; without the second, we would divide by zero if an input is always zero.
+# Relative to the mean of the diagonal. The first keeps the matrix from being singular for correlated inputs;
+# the second avoids a division by zero for an input that is always zero.
 _DAMPING = 0.01
 _SMALLEST = 1e-6
-# The number of columns per block. For efficiency, errors are only propagated to other blocks once per block.
+# Columns per block. For efficiency, errors only propagate to other blocks once per block.
 _AT_ONCE = 64
-# The number of sweeps of coordinate descent over the columns.
+# Sweeps of coordinate descent over the columns.
 _SWEEPS = 2
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
@@ -39,7 +38,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     """Quantises a matrix to the format of `like`, minimising the error in its products with the inputs.
 
     `moments` is the sum of `x xᵀ` over these inputs, of shape `(in, in)`. For codecs that search for their
-    scales, it can also be just the diagonal of this sum, of shape `(in,)`, i.e. each input's importance.
+    scales, its diagonal alone is enough, of shape `(in,)`, i.e. each input's importance.
     """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
     if not isinstance(moments, jax.core.Tracer):
@@ -66,7 +65,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    # Also try the existing scales, as they might already be the best ones.
+    # Also try the existing scales: they may already be the best.
     candidates = [like, _with_best_scales(start, w, np.diag(h))]
     if searches and order is None:
         candidates.append(like.requantized(dense, jnp.asarray(np.diag(h), jnp.float32)))
@@ -93,7 +92,7 @@ def _shapes(name: str, inputs: int, found: tuple[int, ...]) -> str:
 
 
 class _Columns(NamedTuple):
-    """A `Grid` on the device. Its matrices are transposed, so that columns of the weight are contiguous."""
+    """A `Grid` on the device, with its matrices transposed to make the weight's columns contiguous."""
 
     table: jax.Array
     scale: jax.Array
@@ -117,9 +116,9 @@ class _Layer(NamedTuple):
     """A weight and its moments.
 
     Given an error `e` in column `k`, the best value for column `j` is smaller by `e * pulls[k, j]`. In
-    coordinate descent, every other column is fixed, and these are the moments divided by their diagonal. In
-    GPTQ, only the columns before it are, and the ones behind it will make up for errors. If the moments are
-    factorised as `r rᵀ`, with `r` upper triangular, then its pulls are `r` divided by its diagonal.
+    coordinate descent every other column is fixed, and the pulls are the moments divided by their diagonal.
+    In GPTQ only the columns before it are fixed, and those behind it make up for errors: if the moments are
+    factorised as `r rᵀ`, with `r` upper triangular, then the pulls are `r` divided by its diagonal.
     """
 
     w: jax.Array
@@ -128,7 +127,7 @@ class _Layer(NamedTuple):
     order: jax.Array
     """The order in which GPTQ visits the columns."""
     ordered_pulls: jax.Array
-    """Those of GPTQ, in its order."""
+    """GPTQ's pulls, in its order."""
 
     @classmethod
     def of(cls, w: np.ndarray, h: np.ndarray) -> "_Layer":
@@ -143,7 +142,7 @@ class _Layer(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """Codes, along with the sum of the pulls of all errors on each element, and the cost."""
+    """Codes, the sum of all errors' pulls on each element, and the cost."""
 
     indices: jax.Array
     pulled: jax.Array
@@ -153,7 +152,7 @@ class _Fit(NamedTuple):
 def _fitted(layer: _Layer, scales: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
     """Optimises codes, then scales, and then codes again. Returns the best result and its cost."""
     grid = _Columns.of(grid_of(scales))
-    # Also try plain rounding, which can be better than GPTQ if `w` is almost on the grid already.
+    # Also try plain rounding: it can beat GPTQ if `w` is almost on the grid already.
     first = _improved(layer, grid, min(_first(layer, grid), key=lambda fit: float(fit.cost)))
     rescaled = _with_fitting_scales(scales, np.asarray(first.indices).T, w, h)
     grid = _Columns.of(grid_of(rescaled))
@@ -165,7 +164,7 @@ def _fitted(layer: _Layer, scales: Any, w: np.ndarray, h: np.ndarray) -> tuple[A
 
 @jax.jit
 def _first(layer: _Layer, grid: _Columns) -> tuple[_Fit, _Fit]:
-    """Rounds by GPTQ, starting with the largest inputs; and to the nearest values."""
+    """Rounds by GPTQ, starting with the largest inputs, and also to the nearest values."""
     order = layer.order
     ordered = _Columns(grid.table, grid.scale[order], grid.shift[order])
     w = layer.w[order]
@@ -185,8 +184,7 @@ def _evaluated(layer: _Layer, grid: _Columns, indices: jax.Array) -> _Fit:
 def _improved(layer: _Layer, grid: _Columns, fit: _Fit) -> _Fit:
     """Performs coordinate descent over the columns (QuantEase).
 
-    Each column is rounded optimally whilst all others are held fixed, which means that the cost never
-    increases.
+    Each column is rounded optimally with all others held fixed, so the cost never increases.
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
@@ -203,8 +201,7 @@ def _swept(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rounds all columns one after the other, each to the value nearest to where the others pull it.
 
-    Returns the indices, the values, and the sum of their pulls, of which `pulled` is that of the current
-    values.
+    Returns the indices, the values, and the sum of their pulls. `pulled` is this sum for `current`.
     """
     n = len(current)
     block = min(_AT_ONCE, n)
@@ -248,11 +245,8 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _with_fitting_scales(start: Any, indices: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """Performs coordinate descent over the scales whilst the codes are held fixed.
-
-    This does nothing unless the scales are free.
-    """
-    # (If there isn't one row of codes for each row of the matrix, then blocks might cross rows.)
+    """Performs coordinate descent over the scales, with codes held fixed, if the scales are free."""
+    # (Without one row of codes per row of the matrix, blocks may cross rows.)
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != len(w):
         return start
     grid, block = grid_of(start), start.block
@@ -263,7 +257,7 @@ def _with_fitting_scales(start: Any, indices: np.ndarray, w: np.ndarray, h: np.n
 
 @functools.partial(jax.jit, static_argnames="block")
 def _scale_steps(grid: _Columns, w: jax.Array, h: jax.Array, indices: jax.Array, block: int) -> jax.Array:
-    """Returns the change of the scale of each block and row, block by block."""
+    """Returns the change in each block's and row's scale, block by block."""
     more = (0, -len(w) % block)
     slope = jnp.pad(_product(h, grid.values(indices) - w), [more, (0, 0)])
     values, h = jnp.pad(grid.table[indices], [more, (0, 0)]), jnp.pad(h, [more, more])
@@ -282,7 +276,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     """Shrinks each scale by whichever factor minimises the cost, if the scales are free."""
     if not _are_free(start):
         return start
-    # This is 1 for formats whose blocks can span several rows of the matrix.
+    # 1 for formats whose blocks can span several rows of the matrix.
     rows = math.prod(start.codes.shape[:-1])
     if isinstance(start, BlockArray):
         rows = len(w)
@@ -304,7 +298,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
 def _are_free(w: Any) -> bool:
     """Returns whether each block's only metadata is a single floating-point scale.
 
-    If so, scales can be optimised independently of each other.
+    If so, scales can be optimised independently.
     """
     if not isinstance(w, BlockArray):
         return not isinstance(w.scale, NestedScales)
@@ -312,7 +306,7 @@ def _are_free(w: Any) -> bool:
 
 
 def _scaled(w: Any, scale: Any) -> Any:
-    """Replaces the scales of `w`, which are stored in the same format as before."""
+    """Replaces the scales of `w`, keeping their format."""
     if not isinstance(w, BlockArray):
         return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
     old = w.scale.scale

@@ -42,14 +42,14 @@ def input_moments(
 
     **Arguments:**
 
-    - `fn`: a function `fn(model, ...)` that runs the model on some data. Note that it is not compiled.
+    - `fn`: a function `fn(model, ...)` that runs the model on some data. This is not compiled.
     - `where`: which layers to measure, as in [`quaxlike.select`][]. Default: every linear layer.
     - `fan_in_fan_out`, `layout`: as in [`quaxlike.loraify`][].
 
     **Returns:**
 
-    A function that takes the same arguments as `fn`, and returns a dict from names to sums of shape
-    `(in, in)`. If you have several batches, then you can sum their results with `jax.tree.map`.
+    A function taking the arguments of `fn`, and returning a dict from names to sums of shape `(in, in)`. Sum
+    the results of several batches with `jax.tree.map`.
 
     !!! example
 
@@ -75,15 +75,15 @@ def input_maxima(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the largest magnitude of each layer's inputs, for use as `maxima` in [`quaxlike.quantize`][].
 
-    A layer can then use a single static scale for its inputs. Otherwise it would need to compute their
-    maximum on every call.
+    A layer can then use a single static scale for its inputs, instead of computing their maximum on every
+    call.
 
     **Arguments:** as [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    A function that takes the same arguments as `fn`, and returns a dict from names to scalars. If you have
-    several batches, then you can combine their results with `jax.tree.map(jnp.maximum, …)`.
+    A function taking the arguments of `fn`, and returning a dict from names to scalars. Combine the results
+    of several batches with `jax.tree.map(jnp.maximum, …)`.
 
     !!! example
 
@@ -125,14 +125,14 @@ def _measured(
                 raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
             probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(observe, name)))
         try:
-            with jax.disable_jit():  # This is because `observe` needs concrete arrays.
+            with jax.disable_jit():  # `observe` needs concrete arrays.
                 quaxify(fn)(replace(model, probes), *args, **kwargs)
             if missing := [name for name in probes if name not in found]:
                 raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
             return dict(found)
         finally:
-            # The caches of JAX hold on to the treedef of the probes, and this contains `observe`, which
-            # closes over `found`. So we need to clear it here, or else we would leak the arrays.
+            # JAX's caches hold on to the probes' treedef, and thus to `observe` and its `found`: clear it, or
+            # its arrays leak.
             found.clear()
 
     return measured
@@ -142,9 +142,9 @@ def _measured(
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
     """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros (EVA).
 
-    As a result, the adapters start by learning about the directions along which the inputs vary most. The
-    paper reports that this converges in fewer steps than a random initialisation. In practice, a few batches
-    of data are enough to estimate the directions.
+    The adapters thus start by learning along the directions of largest input variance. The paper reports
+    convergence in fewer steps than from a random initialisation. In practice, a few batches of data are
+    enough to estimate the directions.
 
     **Arguments:**
 
@@ -152,8 +152,8 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
     **Returns:**
 
-    An initialisation to pass to [`quaxlike.loraify`][] as `init`. Note that EVA also adapts the ranks, for
-    which you can use [`quaxlike.eva_ranks`][].
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`. EVA also adapts the ranks: see
+    [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
     """
@@ -204,16 +204,16 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
         shares = variances / max(variances.sum(), np.finfo(np.float64).tiny)
         shares = shares[: 2 * rank if most is None else most]
         directions += [(i > 0, -share, name) for i, share in enumerate(shares)]
-    # Each layer's first direction comes before all others, so that every layer has a rank of at least 1.
+    # Each layer's first direction comes before all others, so every layer has at least rank 1.
     directions.sort(key=lambda direction: direction[:2])
     counts = Counter(name for _, _, name in directions[: rank * len(moments)])
     return {f"^{re.escape(layer_of(name))}": counts[name] for name in moments}
 
 
 class _Probe(ArrayValue):
-    """A factor `a` of zeros, which calls `observe` with rows of shape (n, in) that it is multiplied by.
+    """A factor `a` of zeros, calling `observe` with the rows it is multiplied by, of shape (n, in).
 
-    We put this into an adapter to observe its layer's inputs, without changing what the layer computes.
+    In an adapter, it observes the layer's inputs without changing its outputs.
     """
 
     zeros: Any

@@ -15,8 +15,8 @@ from .quantize import quantize_array
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
     """Quantises the base and initialises the adapter to approximate the rounding error (LoftQ).
 
-    As a result, the adapted model starts out closer to the unquantised one than it would with an adapter that
-    initially adds zero. This helps most at low bit widths, for which the rounding error is large.
+    The adapted model thus starts out closer to the unquantised one than with an adapter that initially adds
+    zero. This helps most at low bit widths, where the rounding error is large.
 
     **Arguments:**
 

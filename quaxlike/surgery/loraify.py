@@ -64,27 +64,26 @@ def loraify(
 ) -> PyTree:
     """Adds low-rank adapters to a model's weights, leaving everything else unchanged.
 
-    Make sure to call the result through [`quaxlike.quaxify`][], and use [`quaxlike.trainable`][] to select
-    which of its leaves to train. Tied weights, i.e. weights that are the same array object, share a single
-    adapter.
+    Call the result through [`quaxlike.quaxify`][], and select the leaves to train with
+    [`quaxlike.trainable`][]. Tied weights (the same array object) share a single adapter.
 
     **Arguments:**
 
-    - `model`: any pytree. Its weights can be Values. For example, passing 4-bit weights gives you QLoRA.
-    - `rank`: the rank of the adapters. As in PEFT, a warning is issued if this exceeds both of a weight's
-        dimensions, because such an adapter has more parameters than the weight itself.
+    - `model`: any pytree. Weights can be Values: for example, 4-bit weights give QLoRA.
+    - `rank`: the rank of the adapters. As in PEFT, this issues a warning if it exceeds both of a weight's
+        dimensions: the adapter then has more parameters than the weight.
     - `alpha`: adapters are scaled by `alpha / rank`. Default: `rank`.
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
     - `key`: a PRNG key used to initialise the adapters.
-    - `init`: either `"kaiming"` or `"gaussian"`, for adapters which initially add zero; or `"pissa"`,
-        `"pissa_niter_4"` (randomised, with 4 iterations) or `"olora"`, which move part of the weight into the
-        adapter; or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
+    - `init`: `"kaiming"` or `"gaussian"`, for adapters that initially add zero; `"pissa"`, `"pissa_niter_4"`
+        (randomised, with 4 iterations) or `"olora"`, to move part of the weight into the adapter; or the
+        result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: whether to train the norm of each row separately from its direction. Default: False.
-    - `dropout`: the dropout rate for the adapter inputs. Note that this only has an effect if you also pass a
-        key to the adapters using [`quaxlike.with_dropout_key`][], which you should do at every training step.
-        A warning is issued if you train without a key. Default: 0.
+    - `dropout`: the dropout rate for the adapter inputs. This only changes the result if the adapters have a
+        key: pass one at every training step with [`quaxlike.with_dropout_key`][]. Training without a key
+        issues a warning. Default: 0.
     - `rank_pattern`, `alpha_pattern`: override the rank and alpha for particular layers. Keys are the last
         components of layer names, or regular expressions for them. If several keys match, then the first is
         used.
@@ -96,13 +95,13 @@ def loraify(
         `"none"`.
     - `lora_bias`: whether to add a bias to each adapter. This is added to the bias of the layer, so it isn't
         supported for embeddings, recurrent cells, and convolutions without a bias. Default: False.
-    - `invocation_tokens`: creates activated LoRAs, which only act on the tokens from the last occurrence of
-        this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
+    - `invocation_tokens`: makes activated LoRAs, acting only on the tokens from the last occurrence of this
+        sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
     - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from
         embedding names to tokens. Default: none.
     - `fan_in_fan_out`: whether to treat matrices as `(in, out)`, as in GPT-2, instead of `(out, in)` if
         nothing else is known about them. Default: False.
-    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
     - `train_base`: whether to train the weights themselves as well. These must not be quantised, unless you
         call [`quaxlike.train_scales`][] first. Default: False.
@@ -132,7 +131,7 @@ def loraify(
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 
-    Conventions and option names are the same as in PEFT.
+    Conventions and option names follow PEFT.
     """
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
@@ -182,9 +181,9 @@ def loraify(
 
 
 def _check_activated(**options: Any) -> None:
-    """Raises `ValueError` for options that would also affect the tokens before the invocation.
+    """Raises `ValueError` for options that also affect the tokens before the invocation.
 
-    An activated LoRA must leave these tokens unchanged, because their cached keys and values are reused.
+    Their cached keys and values are reused, so an activated LoRA must leave them unchanged.
     """
     found = next((name for name in ("dora", "lora_bias") if options[name]), None)
     if options["init"] not in ("kaiming", "gaussian"):
@@ -196,7 +195,7 @@ def _check_activated(**options: Any) -> None:
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
-    """Creates an adapter on `w` whose factors are both zero, so that they can be initialised afterwards."""
+    """Creates an adapter on `w` with both factors zero, to be initialised afterwards."""
     out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
     dtype = in_float32(w.dtype) if dtype is None else dtype
     a = jnp.zeros((*batch, rank, *(w.shape[i] for i in in_axes)), dtype)
@@ -207,8 +206,8 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 def with_magnitude(lora: LoraArray) -> LoraArray:
     """Turns a LoRA into a DoRA by adding the row norms of its weight as a parameter.
 
-    Note that we always compute the norms of the equivalent matrix. We could also compute them directly along
-    the axes of the weight, but then the result wouldn't be bitwise identical for every layout.
+    This always computes the norms of the equivalent matrix: along the weight's own axes, they wouldn't be
+    bitwise identical for every layout.
     """
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
@@ -229,7 +228,7 @@ def with_trained_extras(
     bias: str,
     lora_bias: bool,
 ) -> PyTree:
-    """Adds the adapters to the model, along with any other arrays (such as biases) that are trained."""
+    """Adds the arrays trained beside the adapters, such as biases, to an adapted model."""
     arrays = named_arrays(model)
     beside = {**saved}
     if bias != "none":
@@ -259,16 +258,16 @@ def _biases_to_train(arrays: Mapping[str, Any], adapters: Mapping[str, Any], bia
 
 
 def _own_bias(name: str, record: Record, empty: set[str]) -> str:
-    """Returns the name of the bias to which a layer's adapter can add its own, or of the `None` in its place.
+    """Returns the name of the bias that an adapter can add its own to, or of the `None` in its place.
 
-    `empty` are the names of all leaves that are `None`.
+    `empty` are the names of all `None` leaves.
 
-    **Raises:** `ValueError` if the layer wouldn't read this.
+    **Raises:** `ValueError` if the layer doesn't read a bias there.
     """
     if record.bias is not None:
         return record.bias
-    # A linear layer reads its bias unless this is None, so that we can put one there. A convolution looks at
-    # another field, and a recurrent cell adds the same bias to the products with two weights.
+    # A linear layer reads any bias but None, so one can be put there. A convolution checks another field, and
+    # a recurrent cell adds the same bias to the products with two weights.
     is_linear = require_layout(name, record).kind in ("linear", "matrix")
     missing = bias_of(name, empty)
     if is_linear and missing is not None:
@@ -280,13 +279,13 @@ def _own_bias(name: str, record: Record, empty: set[str]) -> str:
 
 
 def _empty_leaves(model: PyTree) -> set[str]:
-    """Returns the names of all leaves that are `None`, which `replace` can replace."""
+    """Returns the names of all `None` leaves, for `replace`."""
     leaves = jtu.tree_leaves_with_path(model, is_leaf=lambda x: x is None or is_value(x))
     return {path_of(path, model) for path, leaf in leaves if leaf is None}
 
 
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if any pattern doesn't match any adapted array, e.g. due to a typo."""
+    """Raises `ValueError` if a pattern matches no adapted array, e.g. due to a typo."""
     for pattern in patterns:
         try:
             found = any(matches_layer(pattern, layer_of(name)) for name in arrays)

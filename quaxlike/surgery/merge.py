@@ -1,4 +1,4 @@
-"""`merge` and `unmerge`, which fold adapters into the weights that they adapt and take them out again."""
+"""`merge` and `unmerge`: fold adapters into their weights, and take them out again."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -25,19 +25,19 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     - `model`: the result of [`quaxlike.loraify`][], typically after training.
     - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, as measured by
-        [`quaxlike.input_moments`][] on the adapted model. We then use GPTQ to choose codes and scales that
-        minimise the error in the outputs. Default: round to the nearest codes.
+        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses codes and scales that minimise
+        the error in the outputs. Default: round to the nearest codes.
 
     **Returns:**
 
-    A model with the same structure as before it was adapted. Note that quantised weights need to be
-    requantised, which rounds off part of what the adapter has learned, so a warning is issued for any such
-    weights that aren't in `exact`. A model without adapters is returned unchanged, also with a warning.
+    A model with the same structure as before it was adapted. Requantising quantised weights rounds off part
+    of what the adapter has learned, with a warning for weights not in `exact`. A model without adapters is
+    returned unchanged, also with a warning.
 
     **Raises:**
 
     `ValueError` if an adapter has batch axes but its weight does not, i.e. if there are several adapters on
-    one base. In this case, pick one with [`quaxlike.choose_adapter`][] first.
+    one base. Pick one with [`quaxlike.choose_adapter`][] first.
 
     !!! example
 
@@ -69,14 +69,14 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
 @checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
-    """Undoes [`quaxlike.merge`][] by subtracting the adapters from the weights that they were merged into.
+    """Undoes [`quaxlike.merge`][] by subtracting the adapters from the merged weights.
 
-    For example, you can use this to swap out the adapter in a running model.
+    For example, use this to swap out the adapter in a running model.
 
     **Arguments:**
 
     - `merged`: the result of [`quaxlike.merge`][].
-    - `adapted`: the model that was merged, with its adapters.
+    - `adapted`: the model before merging, with its adapters.
 
     **Returns:**
 
@@ -85,8 +85,8 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     **Raises:**
 
     `ValueError` if `merged` wasn't obtained by merging `adapted`, i.e. if any weight is not close to its base
-    plus its adapter, or if the models differ in any other way. (Traced arrays can't be compared, so they
-    aren't checked.) Also raised if an adapter does not implement `AdaptedArray.unmerged`.
+    plus its adapter, or if the models differ in any other way. (Traced arrays aren't checked.) Also raised if
+    an adapter does not implement `AdaptedArray.unmerged`.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
@@ -107,8 +107,8 @@ def _check_merged(
 ) -> None:
     """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
 
-    We can't recover the base for adapters that replace their weight outright (rather than modifying it), so
-    for these we check that the weights are equal.
+    Adapters that replace their weight outright (rather than modifying it) don't determine their base. For
+    these, the weights must be equal.
     """
     found = None
     for name in taken_out:
@@ -128,7 +128,7 @@ def _check_merged(
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
     """Returns whether a weight equals its base plus its adapter, up to rounding.
 
-    This is always true when tracing, because we can't compare the values then.
+    This is always true when tracing: values can't be compared then.
     """
     if tuple(weight.shape) != tuple(lora.shape):
         return False
@@ -158,7 +158,7 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
     if base is None or is_value(whole):
         return whole
     if not is_value(base):
-        return whole.astype(base.dtype)  # An adapter with a different dtype might have promoted it.
+        return whole.astype(base.dtype)  # An adapter with a different dtype may have promoted it.
     if isinstance(base, AbstractQuantizedArray) and name in moments:
         return fit(name, whole, base, moments[name])
     if isinstance(base, AbstractQuantizedArray):

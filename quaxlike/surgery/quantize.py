@@ -56,10 +56,9 @@ def quantize(
 ) -> PyTree:
     """Quantises a model's weights, leaving everything else unchanged.
 
-    Make sure to call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is
-    quantised. This is useful when the adapter should be initialised from dense weights, in which case you can
-    adapt the model first and quantise it afterwards. If a weight is block-sparse, then its blocks are
-    quantised. Tied weights, i.e. weights that are the same array object, are only quantised once.
+    Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is quantised: to
+    initialise adapters from dense weights, adapt the model first and quantise it afterwards. If a weight is
+    block-sparse, then its blocks are quantised. Tied weights (the same array object) are only quantised once.
 
     **Arguments:**
 
@@ -67,41 +66,39 @@ def quantize(
     - `scheme`: either `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or any [`quaxlike.BlockArray`][] codec, such as
         `"mxfp4"`, `"nvfp4"`, `"fp8"`, `"q4_k"` or `"uint4_block"`. Default: `"nf4"`.
 
-        Alternatively, this can be a recipe: a mapping whose keys are anything accepted by `where`, and whose
-        values are either a scheme, a pair of a scheme and its options, or `None` to leave these weights
-        unchanged. If several rules select a weight, then the first is used. Predefined recipes are
-        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
-        `"nf4_qlora"`, i.e. NF4 with nested scales. You can use `quantize.plan` to preview a recipe without
-        computing anything, and `quantize.from_file` to read one from disk.
+        Alternatively, a recipe: a mapping from anything accepted by `where` to a scheme, a pair of a scheme
+        and its options, or `None` to leave the weights unchanged. The first rule to select a weight is used.
+        Predefined recipes are `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, following llama.cpp's presets except
+        for embeddings; and `"nf4_qlora"`, i.e. NF4 with nested scales. `quantize.plan` previews a recipe
+        without computing anything, and `quantize.from_file` reads one from disk.
 
     - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. This
-        isn't supported for recipes, which already say which weights to quantise. Default: the weights of all
-        linear layers.
+        isn't supported for recipes, because their rules select the weights. Default: every linear layer.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
         or of their last components.
-    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
-        [`quaxlike.input_moments`][]. We then use GPTQ to choose codes that minimise the change in the layer's
-        outputs. For llama.cpp's schemes you can also pass just the diagonal of this sum, which is then used
-        to weight errors when searching for scales. (This is what llama.cpp calls an importance matrix.)
-        If an entry is None, then that weight is rounded. Default: round to the nearest codes.
+        [`quaxlike.input_moments`][]. GPTQ then chooses codes that minimise the change in the layer's outputs.
+        For llama.cpp's schemes, just the diagonal of this sum also works: it weights errors in the search for
+        scales. (This is llama.cpp's importance matrix.) A weight with the entry `None` is rounded. Default:
+        round to the nearest codes.
     - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
-        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. This is
-        typically faster, because GPUs have specialised units for it. Gradients and adapters still use the
-        unrounded inputs, as do convolutions, with a warning. Default: inputs are not rounded.
+        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits. GPUs have
+        specialised units for this, so it is typically faster. Gradients and adapters still use the unrounded
+        inputs, as do convolutions, with a warning. Default: inputs are not rounded.
     - `maxima`: the largest magnitude of each layer's inputs, from [`quaxlike.input_maxima`][], for use with
-        `activations`. All tokens then share a single static scale, and any inputs that exceed the maximum are
-        clipped. Default: one dynamic scale per token.
+        `activations`. All tokens then share a single static scale, and inputs above the maximum are clipped.
+        Default: one dynamic scale per token.
     - `rounds_gradients`: whether to also compute gradients with respect to the inputs in 8 bits, for use with
         `activations`. Cotangents are rounded for each token separately. Only supports reverse mode. Default:
         False.
-    - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
-        it is tied to an embedding, then the embedding is quantised. Default: False.
+    - `head`: whether to also quantise the output layer (`lm_head`, excluded by `"all-linear"`), or else the
+        embedding it is tied to. Default: False.
     - `scheme_options`: passed on to the type's `quantize` method: `block_size`, `double_quant`, `axis`,
         `stacked`, `train_scales`, `compute`. By default, blocks run along the input axes. Recipes contain
-        their own options, so only `compute`, `activations` and `rounds_gradients` can be passed beside one;
-        these apply to each rule which doesn't have its own.
+        their own options: only `compute`, `activations` and `rounds_gradients` can be passed beside one, for
+        rules without their own.
 
     **Returns:**
 
@@ -109,11 +106,11 @@ def quantize(
 
     **Raises:**
 
-    `TypeError` if the scheme doesn't have an option. `ValueError` if the scheme is unknown, if a pattern
-    matches nothing (the message includes close matches), if a rule in a recipe has no effect or an option
-    that its scheme doesn't have, if a weight is neither a dense array nor an adapter over one, if a layer is
-    missing from `maxima` or its maximum is 0, if a weight has elements that are NaN or infinite, if its
-    layout is unknown, or if `head=True` but the model has no output layer.
+    `TypeError` if the scheme lacks an option. `ValueError` if the scheme is unknown, if a pattern matches
+    nothing (the message includes close matches), if a rule in a recipe has no effect or an option its scheme
+    lacks, if a weight is neither a dense array nor an adapter over one, if a layer is missing from `maxima`
+    or its maximum is 0, if a weight has NaN or infinite elements, if its layout is unknown, or if `head=True`
+    but the model has no output layer.
 
     !!! example
 
@@ -149,10 +146,10 @@ _OF_ACTIVATIONS = "for products with `activations` in 8 bits."
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns a function for each weight, which quantises it in the same way as `quantize` would.
+    """Returns a function for each weight, quantising it like `quantize`.
 
-    This is useful for quantising weights one after the other, e.g. whilst they are being loaded. In
-    particular, `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
+    This is useful for quantising weights one by one, e.g. whilst loading them. `model` can contain
+    `jax.ShapeDtypeStruct`s instead of arrays.
     """
     return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
@@ -183,9 +180,9 @@ def choices_of(
     rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
-    """Returns the scheme that `quantize` would choose for each weight."""
+    """Returns the scheme chosen by `quantize` for each weight."""
     records = records_of(model, layout)
-    # These aren't about how weights are stored, so they go with any recipe. A rule can say otherwise.
+    # These don't change how weights are stored, so they go with any recipe. Rules can override them.
     of_products = {"compute": compute, "activations": activations, "rounds_gradients": rounds_gradients}
     of_products = {name: value for name, value in of_products.items() if value not in (None, False)}
     if isinstance(scheme, str) and not is_recipe(scheme):
@@ -214,7 +211,7 @@ def choices_of(
 
 
 def _without_rounding_in_convolutions(found: dict[str, SchemeOfWeight]) -> dict[str, SchemeOfWeight]:
-    """Leaves `activations` out for convolutions, because these always decode their kernel."""
+    """Leaves `activations` out for convolutions: these always decode their kernel."""
     out = dict[str, SchemeOfWeight]()
     for name, choice in found.items():
         kept = {option: value for option, value in choice.options.items() if option not in ROUNDING}
@@ -233,11 +230,11 @@ def _without_rounding_in_convolutions(found: dict[str, SchemeOfWeight]) -> dict[
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRow:
-    """A row of a `Plan`, which describes what happens to a single weight."""
+    """A row of a `Plan`: what happens to a single weight."""
 
     path: str
     rule: str
-    """The rule in the recipe that selected this weight."""
+    """The recipe's rule for this weight."""
     scheme: str
     options: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -247,7 +244,7 @@ class PlannedRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """A printable preview of what `quantize` would do."""
+    """A printable preview of `quantize`."""
 
     rows: Sequence[PlannedRow]
 
@@ -271,12 +268,11 @@ def _bytes(rows: Sequence[PlannedRow]) -> str:
 def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     r"""Previews the effect of [`quaxlike.quantize`][], without computing any arrays.
 
-    This lists which weights are selected by each rule, along with their sizes before and after. You might
-    want to use this if you aren't sure whether a recipe does what you intended.
+    This lists the weights selected by each rule, with their sizes before and after, to check whether a recipe
+    does what you intended.
 
-    **Arguments:** as [`quaxlike.quantize`][], except for `calibrate` and `maxima`, as these don't affect the
-    size. `model` can contain `jax.ShapeDtypeStruct`s instead of
-    arrays.
+    **Arguments:** as [`quaxlike.quantize`][], except for `calibrate` and `maxima`: these don't affect the
+    size. `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
 
     **Returns:**
 
@@ -310,7 +306,7 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     return Plan([row(name, choice) for name, choice in choices_of(model, scheme, **options).items()])
 
 
-# These are exposed to users as attributes of `quantize`, rather than as separate top-level functions.
+# Public as attributes of `quantize`, rather than as top-level functions.
 quantize.plan = plan  # pyright: ignore[reportFunctionMemberAccess]
 quantize.from_file = from_file  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -359,11 +355,11 @@ def fake_quantize(
     rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Rounds a model's weights as `quantize` would, but keeps them dense and trainable.
+    """Rounds a model's weights like `quantize`, but keeps them dense and trainable.
 
-    This is intended for quantisation-aware training, for which you should call it inside the loss function
-    and train the weights that are passed in. Gradients ignore the rounding, i.e. we use the straight-through
-    estimator. (Otherwise they would be zero almost everywhere.)
+    This is for quantisation-aware training: call it inside the loss function, and train the weights passed
+    in. Gradients ignore the rounding (the straight-through estimator). Otherwise they would be zero almost
+    everywhere.
 
     **Arguments:** as [`quaxlike.quantize`][]. If `activations` is set then inputs are rounded as well, using
     the same estimator.
@@ -396,7 +392,7 @@ def fake_quantize(
         "maxima": maxima, "rounds_gradients": rounds_gradients,
     }  # fmt: skip
     quantized = quantize(model, scheme, **options, **scheme_options)
-    rounded: dict[int, Any] = {}  # This is keyed by `id`, so that tied weights stay tied.
+    rounded: dict[int, Any] = {}  # Keyed by `id`, so that tied weights stay tied.
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
@@ -421,7 +417,7 @@ def is_quantised(model: PyTree) -> bool:
 
 
 def scheme_of(text: str | Path) -> str | Recipe:
-    """Parses a scheme or recipe from the command line, given as either a name or the path of a recipe file.
+    """Parses a command-line scheme or recipe: either a name or the path of a recipe file.
 
     **Raises:** `ValueError` if the name is unknown (the message includes close matches), or if the file is
     invalid.
@@ -442,14 +438,13 @@ def is_recipe_file(text: str | Path) -> bool:
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight in blocks along its inputs.
 
-    For an adapter, this quantises its base; for a block-sparse array, this quantises its blocks.
+    For an adapter, this quantises its base; for a block-sparse array, its blocks.
     """
     require_scheme(scheme, recipes=False)
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # This treats the blocks as a stack of matrices. If they shared scales, then we could no longer slice
-        # the rows of blocks.
+        # Treat the blocks as a stack of matrices: with shared scales, rows of blocks could not be sliced.
         return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
@@ -471,7 +466,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             raise ValueError(f"{name}: {error}") from None
 
     # The layers of a stack don't share scales. Otherwise large elements in one layer would spoil the others,
-    # and we could neither use `vmap` nor scan over them.
+    # and neither `vmap` nor scans over them would work.
     options = {"stacked": len(layout.batch_shape(tuple(w.shape)))} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
@@ -480,7 +475,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _require_finite(name: str, w: Any) -> None:
-    """Raises an error if an element isn't finite, because it would spoil the scale of its whole block."""
+    """Raises `ValueError` for non-finite elements: each would spoil the scale of its whole block."""
     if not isinstance(w, Tracer) and (bad := int(jnp.sum(~jnp.isfinite(w)))):
         raise ValueError(
             f"{name} has {bad} of {w.size} elements that are NaN or infinite, which cannot be quantised: all "
@@ -489,8 +484,5 @@ def _require_finite(name: str, w: Any) -> None:
 
 
 def _has_parts(w: Any) -> bool:
-    """Returns whether a leaf is an adapter that has parameters besides its base.
-
-    This isn't the case for e.g. `TrainableArray`, which simply trains the base itself.
-    """
+    """Returns whether a leaf is an adapter with parameters besides its base, unlike e.g. `TrainableArray`."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))

@@ -28,9 +28,9 @@ from .records import Record
 from .select import Where, output_layer, select_matrices
 from .weight_axes import stored_order
 
-#: A scheme, a pair of a scheme and its options, or `None` for weights that should stay dense.
+#: A scheme, a pair of a scheme and its options, or `None` to keep weights dense.
 Scheme = str | tuple[str, Mapping[str, Any]] | None
-#: A mapping from values of `where` to schemes. If several rules select a weight, then the first is used.
+#: A mapping from values of `where` to schemes. The first rule to select a weight is used.
 Recipe = Mapping[Any, Scheme]
 
 _TYPES: dict[str, type[AbstractQuantizedArray]] = {
@@ -41,9 +41,9 @@ SCHEMES: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
     **{name: kind.quantize for name, kind in _TYPES.items()},
 }
-#: The options of a rule that say how products round. They are set once an array is quantised.
+#: A rule's options for rounding in products. They are set once an array is quantised.
 ROUNDING = "activations", "rounds_gradients"
-# The scheme itself says the codec.
+# The scheme itself determines the codec.
 _OPTIONS = [
     name
     for name, parameter in inspect.signature(AbstractQuantizedArray.quantize).parameters.items()
@@ -68,7 +68,7 @@ def require_scheme(name: str, *, recipes: bool = True) -> str:
 
 
 def require_options(scheme: str, options: Mapping[str, Any]) -> None:
-    """**Raises:** `TypeError` if a scheme doesn't have one of these options, with close matches."""
+    """Raises `TypeError`, with close matches, if a scheme lacks one of these options."""
     for name in options:
         if name not in _OPTIONS:
             hint = did_you_mean(str(name), _OPTIONS)
@@ -81,7 +81,7 @@ class SchemeOfWeight:
     """The scheme chosen by a recipe for a particular weight."""
 
     rule: str
-    """The rule that selected this weight, as written in the recipe."""
+    """This weight's rule, as written in the recipe."""
     record: Record
     scheme: str
     options: Mapping[str, Any]
@@ -95,10 +95,10 @@ def choices(
     *,
     is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """Applies a recipe, then returns the schemes of the weights that it quantises (by name).
+    """Applies a recipe, and returns the schemes of the weights it quantises, by name.
 
-    Set `is_general` if the recipe wasn't written for a particular model, in which case some rules might not
-    have any effect. Otherwise we treat this as an error.
+    Set `is_general` for a recipe that wasn't written for a particular model: its rules may then have no
+    effect, which is otherwise an error.
 
     **Raises:** `ValueError` if a rule has no effect, or has an invalid scheme.
     """
@@ -201,11 +201,11 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
 def recipe_of(arrays: Mapping[str, Any], layouts: Mapping[str, Layout | None]) -> dict[str, Scheme]:
-    """Reconstructs a recipe from arrays which are quantised, or are adapters with a quantised base.
+    """Reconstructs the recipe of quantised arrays, and of adapters with a quantised base.
 
-    If you apply this recipe to dense arrays with the same names and `layouts`, then you will get back the
-    same types. What calibration found (`calibrate`, `maxima`) is no part of a recipe. Layers with the same
-    scheme share a rule, which keeps the recipe short. It is empty if nothing is quantised.
+    Applying this recipe to dense arrays with the same names and `layouts` gives back the same types.
+    Calibration's results (`calibrate`, `maxima`) are not part of a recipe. Layers with the same scheme share
+    a rule, to keep the recipe short. It is empty if nothing is quantised.
     """
     groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
     for name, x in arrays.items():
@@ -247,7 +247,7 @@ def _found_scheme(x: Any, layout: Layout | None) -> tuple[str, Mapping[str, Any]
 
 
 def _axis_of(x: AbstractQuantizedArray, layout: Layout | None) -> int | None:
-    """Returns the axis along which blocks run, unless that is where `quantize` lets them run by default."""
+    """Returns the axis along which blocks run, or `None` if this is the default of `quantize`."""
     if layout is None or not layout.is_known:
         return None
     n = len(x.permutation)
@@ -263,9 +263,9 @@ def _axis_of(x: AbstractQuantizedArray, layout: Layout | None) -> int | None:
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    This uses 6 bits for the head. It also does so for values (or an array of fused queries, keys and values),
-    inputs of linear attention, and the down projections in the first eighth of the layers, the last eighth,
-    and every third layer in between. In a mixture of eight experts, keys and values use 8 bits.
+    This uses 6 bits for the head, and also for values (or an array of fused queries, keys and values), inputs
+    of linear attention, and the down projections in the first eighth of the layers, the last eighth, and
+    every third layer in between. In a mixture of eight experts, keys and values use 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -278,7 +278,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
         keys = output = list[str]()
-        if _num_experts(records) == 8:  # This is because llama.cpp has a special case for Mixtral.
+        if _num_experts(records) == 8:  # A special case of llama.cpp for Mixtral.
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
             output = [name for name in layers if ".o_proj." in name] if most == "q4_k" else []
         rules = {
@@ -293,7 +293,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
 
 
 def _num_experts(records: Mapping[str, Record]) -> int:
-    """Returns the number of experts per layer, which can be either stacked or separate."""
+    """Returns the number of experts per layer, either stacked or separate."""
     stacks = [x.array.shape[0] for name, x in records.items() if _STACK.search(name) and x.layout is not None]
     single = [1 + int(m[1]) for name in records if (m := _EXPERT.search(name))]
     return max([*stacks, *single], default=0)
@@ -312,7 +312,7 @@ _LAYER = re.compile(r"\.([0-9]+)\.")
 _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
-# These are the names used by Llama, BERT, GPT-2 and ModernBERT.
+# The names in Llama, BERT, GPT-2 and ModernBERT.
 _MORE_BITS = re.compile(
     r".*\.(v_proj|value|qkv_proj|c_attn|Wqkv|in_proj_qkvz?|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)"
     r"(\..*)?"
@@ -331,10 +331,9 @@ RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
 def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a recipe for [`quaxlike.quantize`][] from a JSON or TOML file.
 
-    The file should contain a single table, which maps each pattern to either a scheme, a list with a scheme
-    and a table of options, or (in JSON only) null. The order of rules is preserved. If you have a file that
-    was written by [`quaxlike.files.safetensors.save`][], then you can also read its model's recipe from
-    there.
+    The file should contain a single table, mapping each pattern to either a scheme, a list with a scheme and
+    a table of options, or (in JSON only) null. The order of rules is preserved. For a file written by
+    [`quaxlike.files.safetensors.save`][], this reads its model's recipe.
 
     **Arguments:**
 

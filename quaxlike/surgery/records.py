@@ -1,8 +1,8 @@
-"""Records with the layout and bias for each array in a model.
+"""Records with the layout and bias of each array in a model.
 
-This is the only source of layouts for the other functions in `surgery`: if any two of them disagreed about
-which axes are inputs, then we would silently train or quantise along the wrong axes. Linen and Haiku store
-parameters separately from the modules, so for them `traced_layouts` infers layouts by tracing a call.
+This is the only source of layouts in `surgery`: if any two functions disagreed about the input axes, they
+would silently train or quantise along the wrong ones. Linen and Haiku store parameters apart from their
+modules, so `traced_layouts` infers layouts by tracing a call.
 """
 
 import dataclasses
@@ -27,12 +27,11 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 
 @checked
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
-    """Determines which axes of each array in a model are outputs, and which are inputs.
+    """Determines the output and input axes of each array in a model.
 
-    The `layout` argument takes precedence. Otherwise we look at the class of the layer, which works for
-    classes from Equinox and Flax NNX, and for ones that have an attribute `weight_layouts` mapping fields to
-    layouts. Failing that, we infer the layout from the array's name and the shape of its bias (if any), as
-    follows:
+    The `layout` argument takes precedence. Next comes the layer's class, if it is from Equinox or Flax NNX,
+    or has an attribute `weight_layouts` mapping fields to layouts. Failing that, the layout is inferred from
+    the array's name and the shape of its bias (if any), as follows:
 
     | name | layout |
     | --- | --- |
@@ -40,24 +39,23 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     | `….kernel` with two axes (Flax) | `"io"` |
     | `query.kernel`, `key.kernel`, `value.kernel` with three | `"ioo"`: (in, heads, dim) |
     | `out.kernel` with three | `"iio"`: (heads, dim, out) |
-    | `kernel`, `weight` in a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
+    | `kernel`, `weight` in a layer with `conv` in its name | `"hwio"`, `"oihw"` |
     | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` etc. |
     | `embedding`, `embeddings`, and all arrays in a layer named `embed…`, `wte`, `wpe` | `"vo"` |
     | a name with a single component, such as `w` | `"oi"`, by the same convention |
-    | `bias`, `scale` etc., and all arrays in a layer that is named like a norm | not a weight |
+    | `bias`, `scale` etc., and all arrays in a layer named like a norm | not a weight |
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer. A
-        name's last components are enough, as in [`quaxlike.select`][]. This can also be a single layout,
-        which is then used for all matrices whose layout we couldn't otherwise determine. See
-        [`quaxlike.Layout`][] for the notation.
+    - `layout`: a mapping from names to layouts, or to `None` for arrays other than layers' weights. A name's
+        last components are enough, as in [`quaxlike.select`][]. A single layout applies to all otherwise
+        undetermined matrices. See [`quaxlike.Layout`][] for the notation.
 
     **Returns:**
 
-    A dict from names to layouts, or to `None` for arrays that aren't the weight of a layer. If a layout can't
-    be determined, then it has `kind="unknown"`.
+    A dict from names to layouts, or to `None` for arrays other than layers' weights. Undetermined layouts
+    have `kind="unknown"`.
 
     **Raises:**
 
@@ -79,16 +77,16 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The metadata that is associated with an array. (A Value counts as a single array.)"""
+    """An array's metadata. (A Value counts as a single array.)"""
 
     array: Any
     layout: Layout | None
-    """Which axes are outputs and which are inputs, or `None` if this is not the weight of a layer."""
+    """The output and input axes, or `None` if this is not the weight of a layer."""
     bias: str | None
     """The name of the bias in the same layer, if there is one."""
     in_head: bool = False
-    """Whether this belongs to a classification head, i.e. one of the modules that a model lists in its
-    `head_parts`. These are small, and trained in full."""
+    """Whether this belongs to a classification head, i.e. to a module in the model's `head_parts`. Heads are
+    small, and trained in full."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
@@ -141,7 +139,7 @@ def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[s
 def _checked(
     name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
 ) -> Layout | None:
-    """Validates a layout that was provided by the user, given the shapes of the array and its bias."""
+    """Validates a user's layout against the shapes of the array and its bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -157,7 +155,7 @@ def _checked(
 
 
 def require_layout(name: str, record: Record) -> Layout:
-    """Returns the layout of a weight that will be adapted or quantised, or raises an error if unknown."""
+    """Returns the layout of a weight to adapt or quantise, or raises `ValueError` if unknown."""
     layout = record.layout
     if layout is not None and layout.is_known:
         return layout
@@ -171,9 +169,9 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Returns whether the layout of a matrix is unknown or merely based on a convention.
+    """Returns whether the layout of a matrix is unknown or merely conventional.
 
-    If so, it can be overridden by a layout that the user provides for the whole model.
+    If so, a user's layout for the whole model overrides it.
     """
     if layout is None:
         return False
@@ -188,21 +186,21 @@ def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
-    """Determines the layout of each parameter from the Linen or Haiku module that uses it.
+    """Determines each parameter's layout from the Linen or Haiku module that uses it.
 
-    Linen and Haiku store parameters in plain dicts, separate from the modules that created them. This means
-    that we can usually only go by their names (see [`quaxlike.layouts`][]). That is fine for most layers, but
-    you will need this function for e.g. `DenseGeneral`, or if your layers have custom names.
+    Linen and Haiku store parameters in plain dicts, apart from their modules, so layouts are usually inferred
+    from names alone (see [`quaxlike.layouts`][]). This is fine for most layers; use this function for e.g.
+    `DenseGeneral`, or for layers with custom names.
 
     **Arguments:**
 
     - `fn`: `module.apply` for Linen, or `transformed.apply` for Haiku. It is only traced, not run.
-    - `args`, `kwargs`: the arguments to call it with. You can use `jax.ShapeDtypeStruct`s in place of arrays.
+    - `args`, `kwargs`: its arguments. `jax.ShapeDtypeStruct`s can replace arrays.
 
     **Returns:**
 
-    A dict from parameter names, excluding the collection (`params`), to layouts. This can be passed as the
-    `layout` argument of [`quaxlike.loraify`][] etc.
+    A dict from parameter names, without the collection (`params`), to layouts: the `layout` argument of
+    [`quaxlike.loraify`][] etc.
 
     **Raises:**
 

@@ -15,8 +15,7 @@ from .weight_axes import FUSED
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
 # For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary or onto
-# labels, as well as routers. (Besides, programs that load quantised models expect their routers to be in full
-# precision.)
+# labels, as well as routers. (Besides, programs loading quantised models expect routers in full precision.)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
@@ -25,28 +24,29 @@ _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
     """Selects arrays from a model by name.
 
-    This is useful for checking which weights will be selected by the `where` argument of e.g.
-    [`quaxlike.loraify`][] or [`quaxlike.quantize`][].
+    This is useful for checking what the `where` argument of e.g. [`quaxlike.loraify`][] or
+    [`quaxlike.quantize`][] selects.
 
     **Arguments:**
 
     - `model`: any pytree, for example an Equinox module or a (possibly nested) dict of arrays. A Value counts
         as a single array.
-    - `where`: can be any of the following.
+    - `where`: any of the following.
 
         - `"all-linear"`: the weights of all linear layers and experts, except for the output head (`lm_head`,
-            or a model's `head_parts`, as for those that classify) and routers (`gate` or `router` next to
-            `experts`). Embeddings and convolutions don't count as linear layers, so these must be selected by
-            name. Layers are classified by [`quaxlike.layouts`][].
-        - Any other string: a regular expression that must match the whole name.
+            or a classifier's `head_parts`) and routers (`gate` or `router` next to `experts`). Embeddings and
+            convolutions aren't linear layers: select them by name. Layers are classified by
+            [`quaxlike.layouts`][].
+        - Any other string: a regular expression for the whole name.
         - A sequence of names, or their last components, such as `["q_proj", "v_proj"]`.
-        - A callable that takes a name and an array, and returns whether to select the array.
+        - A callable `where(name, array)` returning whether to select this array.
 
         A layer's name refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the model
-        fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then you can
-        select the fused layer by naming them all. If you only name some, then a warning is issued.
+        fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then select the
+        fused layer by naming them all. Naming only some is an error, or a warning if their names also match
+        other arrays.
 
-    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
@@ -56,8 +56,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
     **Raises:**
 
     `ValueError` if `where`, or any entry in it, matches nothing (the message includes close matches). For
-    `"all-linear"`, also if we can't determine an array's layout, or whether it is the weight of a linear
-    layer.
+    `"all-linear"`, also if an array's layout, or whether it is a linear layer's weight, can't be determined.
 
     !!! example
 
@@ -92,7 +91,7 @@ def _chosen(
 
 
 def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
-    """Returns the names of the arrays that match a regular expression or any of the given names."""
+    """Returns the names of the arrays matching a regular expression or any of the given names."""
 
     def hits(pattern: Any, names: Any) -> Any:
         return {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
@@ -122,9 +121,9 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
-    """Lists the names which the parts of a fused or stacked array have in other checkpoints.
+    """Lists the names of a fused or stacked array's parts in other checkpoints.
 
-    If a model stores these parts separately as well, then the names refer to the separate ones instead.
+    If the model stores parts separately as well, then their names refer to the separate ones instead.
     """
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
@@ -141,9 +140,9 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
 
 
 def is_router(layer: str, arrays: Iterable[str]) -> bool:
-    """Returns whether a layer is a router, i.e. whether it is next to some experts.
+    """Returns whether a layer is a router, i.e. next to some experts.
 
-    We need to check this, as layers named `gate` are also found in other modules.
+    The latter matters, because other modules have layers named `gate`, too.
     """
     module, _, own = layer.removesuffix(".proj").rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
@@ -183,17 +182,16 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
 
 
 def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the weights that "all-linear" excludes. These can only be selected by name."""
+    """Returns the weights excluded by "all-linear". These can only be selected by name."""
     chosen = {*_all_linear(records, records)}
     weights = {name: record.array for name, record in records.items() if record.layout is not None}
     return {name: array for name, array in weights.items() if name not in chosen}
 
 
 def output_layer(records: Mapping[str, Record]) -> list[str]:
-    """Returns the output head's weight or, if this is tied to an embedding, the weight of the latter.
+    """Returns the name of the output head's weight or, if tied to an embedding, of the embedding's.
 
-    The list is empty if there is neither. This is also the case for classifiers, whose heads are trained in
-    full.
+    The list is empty if there is neither, and for classifiers: their heads are trained in full.
     """
     if any(record.in_head for record in records.values()):
         return []
@@ -210,9 +208,9 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """Returns the selected weights that can be adapted or quantised.
+    """Returns the selected weights to adapt or quantise.
 
-    This skips any biases, norms and integer arrays. The output layer is included if `head=True`.
+    This skips biases, norms and integer arrays. The output layer is included if `head=True`.
     """
     excluded = _chosen(model, records, exclude) if exclude else ()
     also = output_layer(records) if head else []

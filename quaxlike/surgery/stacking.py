@@ -1,7 +1,7 @@
 """Stacking identical layers into a single module, so that `jax.lax.scan` only compiles them once.
 
-All layers must have the same structure, shapes and dtypes. This is because a scan runs the same program for
-each of them, so if they differed in anything else then this would be silently ignored.
+All layers must have the same structure, shapes and dtypes: a scan runs the same program for each of them, so
+it would silently ignore any other difference.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,15 +24,14 @@ from .trees import path_of
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Stacks layers into a single layer, along a new leading axis in every array.
 
-    Typically you would then use `jax.lax.scan` to iterate over the layers, so that compile time doesn't
-    depend on how many there are. Adapters and quantised weights are stacked part by part, i.e. we don't need
-    to merge or dequantise them. If there are any untrained parts that all adapters share, such as VeRA's
-    random matrices, then these are only stored once.
+    Iterate over the result with `jax.lax.scan`: compile time then doesn't depend on the number of layers.
+    Adapters and quantised weights are stacked part by part, without merging or dequantising them. Untrained
+    parts that all adapters share, such as VeRA's random matrices, are only stored once.
 
     **Arguments:**
 
-    - `layers`: modules (or any other pytrees) with the same structure, shapes and dtypes. Any leaves that
-        aren't arrays, such as activation functions, must be equal in all layers.
+    - `layers`: modules (or any other pytrees) with the same structure, shapes and dtypes. Leaves other than
+        arrays, such as activation functions, must be equal in all layers.
 
     **Returns:**
 
@@ -131,7 +130,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
     out: Any = jtu.tree_map(_stack, *own)
     out = out.replace(**shared) if shared else out
     wanted = (len(leaves), *first.shape)
-    if tuple(out.shape) != wanted:  # This can happen if a Value doesn't derive its shape from its parts.
+    if tuple(out.shape) != wanted:  # For Values not deriving their shape from their parts.
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: {type(first).__name__} of shape {first.shape} cannot be stacked.")
@@ -139,7 +138,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
 
 
 def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Returns the untrained parts that are the same array in every layer. We only store these once."""
+    """Returns the untrained parts that are the same array in every layer. These are only stored once."""
     first = leaves[0]
     if not isinstance(first, AdaptedArray) or not knows_axes(first):
         return {}

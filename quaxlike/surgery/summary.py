@@ -24,7 +24,7 @@ from .trainable import trained_leaves
 
 @dataclasses.dataclass(frozen=True)
 class SummaryRow:
-    """A row of a [`quaxlike.summary`][], which describes a single array in the model."""
+    """A row of a [`quaxlike.summary`][], for a single array in the model."""
 
     path: str
     type: str
@@ -39,9 +39,9 @@ class SummaryRow:
     logical_bytes: int
     """The size in bytes of the equivalent dense array."""
     stored_bytes: int
-    """The size in bytes as it is actually stored, including the adapter."""
+    """The size in bytes as stored, including the adapter."""
     layout: Layout | None = None
-    """Which axes are outputs and which are inputs, or `None` if the array is not the weight of a layer."""
+    """The output and input axes, or `None` if the array is not the weight of a layer."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -53,7 +53,7 @@ class Summary:
 
     rows: Sequence[SummaryRow]
     recipe: Recipe = dataclasses.field(default_factory=dict[str, Any])
-    """The [`quaxlike.quantize`][] recipe for the quantised arrays, which is empty if there aren't any."""
+    """The [`quaxlike.quantize`][] recipe for the quantised arrays, empty if there are none."""
 
     def _total(self, field: str) -> int:
         return sum(getattr(row, field) for row in self.rows)
@@ -70,7 +70,7 @@ class Summary:
 
     @property
     def trainable_share(self) -> float:
-        """The fraction of all elements, including adapters, that are trained."""
+        """The trained fraction of all elements, including adapters."""
         return self.trainable / max(1, self.size + self._total("adapter_size"))
 
     @property
@@ -80,7 +80,7 @@ class Summary:
 
     @property
     def stored_bytes(self) -> int:
-        """The total size in bytes as it is actually stored, including adapters."""
+        """The total size in bytes as stored, including adapters."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -97,7 +97,7 @@ class Summary:
     def __str__(self) -> str:
         *rows, total = self._cells()
         longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
-        # Wrap each heading that is wider than its column, so that headings don't make the table any wider.
+        # Wrap headings wider than their columns, so that they don't widen the table.
         heads = [
             textwrap.wrap(name, max(n, *map(len, name.split())))
             for name, n in zip(_HEADER, longest, strict=True)
@@ -144,7 +144,7 @@ def _axes(layout: Layout | None) -> str:
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """Tabulates each array in a model, with its type, shape, size and number of trained elements.
 
-    This is useful for checking that a transformation (e.g. [`quaxlike.quantize`][]) did what you intended.
+    This is useful for checking the result of e.g. [`quaxlike.quantize`][].
 
     **Arguments:**
 
@@ -154,7 +154,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     **Returns:**
 
     A printable table, with attributes `rows`, the totals `size`, `trainable`, `trainable_share`,
-    `logical_bytes` and `stored_bytes`, and the `recipe` which describes how weights are quantised.
+    `logical_bytes` and `stored_bytes`, and the quantised weights' `recipe`.
 
     !!! example
 
@@ -175,8 +175,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
     """Builds the row for a single array.
 
-    Adapters can share arrays. Arrays in `counted` have already been included in an earlier row, so we don't
-    count them again.
+    Adapters can share arrays: those in `counted` belong to an earlier row, and are not counted again.
     """
     stored = without_numbers(x)  # Hyperparameters such as `alpha` aren't usually counted as parameters.
     again = [leaf for leaf in _adapters(stored) if id(leaf) in counted]

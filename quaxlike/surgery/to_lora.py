@@ -1,4 +1,4 @@
-"""`to_lora`: approximates other adapters by LoRA, for programs that only support the latter."""
+"""`to_lora`: approximates other adapters by LoRA, for programs that support nothing else."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .trees import layer_of, map_arrays, replace
 
 
 class LowRankError(NamedTuple):
-    """The error incurred by approximating the change to a weight by a low-rank matrix."""
+    """The error of a low-rank approximation to a weight's change."""
 
     lost: float
     """The Frobenius norm of the error, relative to the norm of the change."""
@@ -29,27 +29,25 @@ def to_lora(
 ) -> tuple[PyTree, dict[str, LowRankError]]:
     """Replaces each adapter in a model by its closest low-rank approximation.
 
-    This is useful if you want to serve the model with a program that only supports LoRA, such as vLLM or
-    llama.cpp.
+    This is useful for serving the model with a program that only supports LoRA, such as vLLM or llama.cpp.
 
     **Arguments:**
 
     - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
     - `rank`: the rank of the new adapters.
     - `rank_pattern`: overrides the rank for particular layers, as in [`quaxlike.loraify`][].
-    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+    - `layout`: layouts that can't be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
     The model with a [`quaxlike.LoraArray`][] in place of each adapter, and a dict from names to errors
-    `(lost, change)`. Here `lost` is the error's Frobenius norm relative to the norm of the change, and
-    `change` is the latter norm relative to the norm of the weight.
+    `(lost, change)`. Here `lost` is the error's Frobenius norm over the change's, and `change` the change's
+    over the weight's.
 
-    Each approximation is optimal for its rank, because it is obtained from the change's largest singular
-    values. If an adapter is already a LoRA with at most this rank, then it is left unchanged. (Note that the
-    change made by a DoRA isn't low-rank, so we need to approximate it just like any other adapter.) Arrays
-    that are trained directly (`modules_to_save`, biases, rows of embeddings) are left unchanged, whereas
+    Each approximation keeps the change's largest singular values, so it is optimal for its rank. A LoRA of at
+    most this rank is left unchanged. (A DoRA's change isn't low-rank, so it is approximated like any other.)
+    Directly trained arrays (`modules_to_save`, biases, rows of embeddings) are left unchanged, whereas
     adapted biases become LoRA biases (`lora_bias`). Dropout is removed.
 
     **Raises:**
@@ -86,7 +84,7 @@ def to_lora(
         raise ValueError(f"to_lora takes a rank of at least 1; found {least}.")
 
     def converted(name: str, x: AdaptedArray) -> tuple[Any, LowRankError | None]:
-        if records[name].layout is None:  # This isn't a weight, but e.g. a bias or the scale of a norm.
+        if records[name].layout is None:  # Not a weight, but e.g. a bias or a norm's scale.
             return x, None
 
         def axes() -> tuple[Sequence[int], Sequence[int]]:
@@ -109,7 +107,7 @@ def to_lora(
         if records[name].bias is not None or name != layer_of(name)
     }
     arrays = {name: record.array for name, record in records.items()}
-    # PEFT's checkpoint format requires that either all adapters have a bias or none do.
+    # In PEFT's checkpoint format, either all adapters have a bias or none do.
     if any(is_other_bias(arrays.get(name)) for name in biases):
         new |= {name: as_lora_bias(arrays.get(name), lora) for name, lora in biases.items()}
     return replace(model, new), errors

@@ -19,18 +19,18 @@ from .trees import listing, named_arrays, replace
 
 @checked
 def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
-    """Returns a filter spec that marks which leaves in an adapted model to train.
+    """Returns a filter spec marking the leaves to train in an adapted model.
 
-    Typically you would pass this to `eqx.partition` before differentiating. In this way, gradients and
-    optimiser states only exist for the adapters, rather than for the whole model.
+    Typically you would pass this to `eqx.partition` before differentiating, so that gradients and optimiser
+    states only exist for the adapters, rather than for the whole model.
 
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. A warning is issued if
         there is nothing to train.
     - `freeze`: names of adapter fields to leave untrained. For example, `freeze=["a"]` only trains the second
-        matrix in each LoRA (LoRA-FA), in which case `x @ a.T` is stored for the backward pass rather than the
-        layer's inputs `x`. Default: none.
+        matrix in each LoRA (LoRA-FA), storing `x @ a.T` for the backward pass rather than the layer's inputs
+        `x`. Default: none.
 
     **Returns:**
 
@@ -38,10 +38,9 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
     `gradients="train"`.
 
-    If you apply the optimiser to the whole model, and all its arrays are floating-point, then you can also
-    pass this function itself as labels, i.e. `optax.partition({True: optimiser, False: optax.set_to_zero()},
-    ql.trainable)`. Note that you shouldn't use `optax.masked` on its own, because it returns the raw
-    gradients for all other leaves as their updates.
+    To apply an optimiser to a whole model of floating-point arrays, you can also pass this function itself as
+    labels, i.e. `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Don't use
+    `optax.masked` on its own: it returns the raw gradients for all other leaves as their updates.
 
     **Raises:** `ValueError` if `freeze` includes a field that no adapter trains.
 
@@ -86,14 +85,14 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     """Makes the scales of quantised weights differentiable, whilst their codes stay fixed.
 
-    Afterwards, you can train the leaves which are selected by [`quaxlike.trainable`][]. Note that the model
-    stays quantised, so its size doesn't change.
+    Afterwards, train the leaves selected by [`quaxlike.trainable`][]. The model stays quantised, so its size
+    doesn't change.
 
     **Arguments:**
 
     - `model`: any pytree with quantised weights.
-    - `where`: which weights to train the scales of, as in [`quaxlike.select`][]. If a weight has an adapter,
-        then this refers to its base. Default: all quantised weights.
+    - `where`: which weights to train the scales of, as in [`quaxlike.select`][]. For a weight with an
+        adapter, this refers to its base. Default: all quantised weights.
 
     **Returns:**
 
@@ -133,7 +132,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
 
 def _parts_of(x: Any) -> list[str]:
-    """Lists an adapter's trained fields, including any adapters that it wraps."""
+    """Lists an adapter's trained fields, and those of any adapters it wraps."""
     return [*x.trained(), *_parts_of(x.w)] if isinstance(x, AdaptedArray) else []
 
 
@@ -153,8 +152,8 @@ def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
 def _trained_floats(part: Any, freeze: Sequence[str]) -> Any:
     """Marks the floating-point arrays in a trained part.
 
-    An adapter or a quantised array in it decides itself what is trained. Otherwise we would mark leaves which
-    have no gradients, and weight decay would shrink them.
+    Adapters and quantised arrays in it decide themselves what is trained. Otherwise this would mark leaves
+    without gradients, and weight decay would shrink them.
     """
 
     def decides(x: Any) -> bool:

@@ -1,8 +1,7 @@
 """Tools for treating models from any framework as trees with named arrays.
 
-We use these names not only for selecting layers but also for loading checkpoints, so they must be the same as
-in that framework's state dict. In particular Flax wraps arrays in boxes (either `nnx.Variable` or Linen's
-axis metadata), which must not be part of a name.
+Names not only select layers but also load checkpoints, so they must match the framework's state dict. In
+particular, Flax's boxes around arrays (`nnx.Variable` or Linen's axis metadata) must not be part of a name.
 """
 
 import dataclasses
@@ -27,14 +26,14 @@ from ..core.values import is_value
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     """Converts a key path to the dotted name of the leaf, as used in state dicts.
 
-    These are the names which you can pass to any function that looks up arrays or layers.
+    Pass these names to any function that looks up arrays or layers.
 
     **Arguments:**
 
     - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.
-    - `model`: the tree that the path belongs to. This is only needed for Flax, in which the path to an array
-        inside an `nnx.Param` ends in `.value`, even though this isn't part of its name. If you don't pass a
-        model, then any trailing `.value` is dropped if Flax has been imported.
+    - `model`: the path's tree. This is only needed for Flax, where the path to an array inside an `nnx.Param`
+        ends in `.value`, although this isn't part of its name. Without a model, any trailing `.value` is
+        dropped if Flax has been imported.
 
     **Returns:**
 
@@ -58,9 +57,9 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
 
 def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
-    """Returns the node that contains a leaf, ignoring any boxes.
+    """Returns the node containing a leaf, ignoring any boxes.
 
-    This is `None` if we can't access the node by its key path, e.g. because it has a custom flattening.
+    This is `None` for a node not accessible by its key path, e.g. because of a custom flattening.
     """
     owner: Any = None
     for node, _ in _steps(model, key_path):
@@ -69,7 +68,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs each key along a path with the node to which it is applied."""
+    """Pairs each key along a path with the node it is applied to."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -92,7 +91,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _flax_type(module: str, name: str) -> Any:
     """Returns a class from Flax, for use in `isinstance`.
 
-    If Flax hasn't been imported then the class can't have any instances, so we return an empty tuple.
+    This is an empty tuple if Flax hasn't been imported: there are no instances then.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -118,7 +117,7 @@ def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
 def named_leaves_with_path(model: PyTree) -> dict[str, tuple[Any, Any]]:
     """Returns all arrays and Values in a model, along with their key paths, by name.
 
-    **Raises:** `ValueError` if two have the same name, because then one would be taken for the other.
+    **Raises:** `ValueError` if two have the same name: one would be taken for the other.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for path, leaf in leaves_with_path(model):
@@ -133,17 +132,17 @@ def named_leaves_with_path(model: PyTree) -> dict[str, tuple[Any, Any]]:
 
 
 def named_arrays(model: PyTree) -> dict[str, Any]:
-    """Returns all arrays and Values in a model, by name. These must differ."""
+    """Returns all arrays and Values in a model, by name. Names must differ."""
     return {name: leaf for name, (_, leaf) in named_leaves_with_path(model).items()}
 
 
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Calls `change(name, array)` for each array.
 
-    If an array appears several times, e.g. because it is a tied weight, then `change` is only called once.
-    This means that the results are tied as well.
+    For an array appearing several times, e.g. a tied weight, `change` is only called once, so the results are
+    tied as well.
     """
-    done: dict[int, Any] = {}  # It is safe to use `id` as a key, because `arrays` keeps them alive.
+    done: dict[int, Any] = {}  # `arrays` keeps them alive, so `id` is safe as a key.
     for name, array in arrays.items():
         if id(array) not in done:
             done[id(array)] = change(name, array)
@@ -153,8 +152,8 @@ def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Replaces arrays in a model by name. This includes leaves that are `None`."""
     if isinstance(model, _flax_type("flax.nnx", "Module")):
-        # We could also map over the module directly, but then any variables that appear several times in it
-        # would no longer be shared.
+        # Don't map over the module directly: variables appearing several times in it would no longer be
+        # shared.
         nnx: Any = sys.modules["flax.nnx"]
         graph, state = nnx.split(model)
         return nnx.merge(graph, replace(state, new))
@@ -166,7 +165,7 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 
 
 def tensors_of(model: PyTree, name: str) -> list[str]:
-    """Returns the names of the tensors in a published checkpoint that make up an array.
+    """Returns the names of the tensors making up an array in a published checkpoint.
 
     Models override this by defining a `tensors_of` method.
     """
@@ -180,13 +179,13 @@ def unstacked(model: PyTree) -> PyTree:
 
 # Layers by name -----------------------------------------------------------------------------------
 
-# These are the names that PyTorch, Equinox, Flax and Haiku use for the weight of a layer. As the name of a
-# layer refers to this weight, users can pass the same name regardless of which framework they use.
+# The names of a layer's weight in PyTorch, Equinox, Flax and Haiku. The name of a layer refers to this
+# weight, so users can pass the same name for every framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 
 def layer_of(name: str) -> str:
-    """Returns the name of the layer that a weight belongs to (the "module" in PEFT)."""
+    """Returns the name of a weight's layer (the "module" in PEFT)."""
     found = _WEIGHT.fullmatch(name)
     return found["layer"] if found else name
 
@@ -216,7 +215,7 @@ def biases_beside(name: str, arrays: Mapping[str, Any]) -> list[str]:
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
     """Returns whether a pattern matches an array's name or the name of its layer.
 
-    A regular expression must match the whole name. Otherwise it is enough if the last components are equal.
+    A regular expression must match the whole name. Otherwise, equal last components are enough.
     """
     names = {name, layer_of(name)}
     if regex:
@@ -228,7 +227,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
 
 
 def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
-    """Suggests alternatives for a pattern that doesn't match anything, for use in an error message."""
+    """Suggests alternatives to a pattern that matches nothing, for an error message."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
     inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
     if plain and inside:
@@ -243,7 +242,7 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
 
 
 def listing(arrays: Mapping[str, Any]) -> str:
-    """Formats the first few names for use in error messages, along with their shapes."""
+    """Formats the first few names and shapes for an error message."""
     at_most = 8
     names = [f"{name or repr(name)} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
@@ -256,9 +255,8 @@ def listing(arrays: Mapping[str, Any]) -> str:
 def difference(x: PyTree, y: PyTree) -> str | None:
     """Describes the first difference between two trees, or returns `None` if they are equal.
 
-    Arrays count as equal if they are the same object, or if they have the same shape, dtype and values. In
-    particular, NaNs are treated as equal to each other. So are traced arrays, because we can't compare their
-    values.
+    Arrays count as equal if they are the same object, or if they have the same shape, dtype and values. NaNs
+    count as equal to each other, and so do traced arrays: their values can't be compared.
     """
     return _difference(x, y, ())
 
@@ -298,7 +296,7 @@ def _is_plain_array(x: Any) -> bool:
 def same_values(x: Any, y: Any) -> bool:
     """Returns whether two arrays of the same shape and dtype have the same values.
 
-    This is always true for traced arrays, because we can't compare their values.
+    This is always true for traced arrays: their values can't be compared.
     """
     if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
         return True
@@ -330,9 +328,8 @@ def _static_difference(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
 def _same_object(x: Any, y: Any) -> bool:
     """Returns whether two non-array objects are equal.
 
-    Functions are compared by their code and closures rather than by identity. This is because some layers
-    define their activation function inside `__init__`, in which case every model has a different function
-    object.
+    Functions are compared by code and closure rather than by identity: some layers define their activation
+    function inside `__init__`, giving every model a different function object.
     """
     if isinstance(x, types.FunctionType) and isinstance(y, types.FunctionType):
         parts = [(f.__code__, f.__defaults__, [c.cell_contents for c in f.__closure__ or ()]) for f in (x, y)]

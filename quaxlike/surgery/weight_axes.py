@@ -1,9 +1,8 @@
-"""Conventions for which axes of a weight are outputs and which are inputs.
+"""Conventions for the output and input axes of weights.
 
-We look up the layer's class or, failing that, the array's name. Classes are identified by their name and
-package, so that we don't need to import these packages. If a layout is ambiguous, then we report it as
-`UNKNOWN` and ask the user to specify it. (We could guess instead, but if that turned out to be wrong then we
-would silently train the wrong adapter.)
+The layer's class decides or, failing that, the array's name. Classes are identified by name and package, to
+avoid importing these packages. An ambiguous layout is `UNKNOWN`, for the user to specify: after a wrong
+guess, we would silently train the wrong adapter.
 """
 
 import re
@@ -25,9 +24,8 @@ OTHER = Layout((), (), "other")
 def stored_order(layout: Layout, n: int) -> list[int]:
     """Returns the permutation that moves the input axes last, so that blocks of codes run along them.
 
-    We make an exception for embeddings, because lookups read whole rows. For convolutions, we put the window
-    before the input channels, so that the window can be reversed without splitting any blocks. (This is
-    needed for a convolution's gradient.)
+    This leaves embeddings as they are, because lookups read whole rows. For convolutions, the window goes
+    before the input channels: a convolution's gradient reverses it, and must not split any blocks.
     """
     if layout.kind == "embedding":
         return list(range(n))
@@ -42,8 +40,8 @@ def stored_order(layout: Layout, n: int) -> list[int]:
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
     """Creates the entry for a convolution kernel with this axis order, where `*` denotes the window.
 
-    `groups` names the attribute that stores the number of channel groups. Set `plain=False` for any other
-    kind of convolution, such as transposed ones.
+    `groups` names the attribute with the number of channel groups. Set `plain=False` for other kinds of
+    convolution, such as transposed ones.
     """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
@@ -65,7 +63,7 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 def _general(layer: Any, shape: _Shape) -> Layout:
     """Returns the layout of `LinearGeneral` and `DenseGeneral`.
 
-    This is (batch, in, out), where each can consist of several axes.
+    This is (batch, in, out), where each can be several axes.
     """
 
     def count(x: Any) -> Any:
@@ -78,7 +76,7 @@ def _general(layer: Any, shape: _Shape) -> Layout:
 def _einsum(layer: Any, shape: _Shape) -> Layout:
     """Returns the layout of an `Einsum`.
 
-    Contracted axes are inputs, and any axes that are present in both operands and the result are batch axes.
+    Contracted axes are inputs, and axes in both operands and the result are batch axes.
     """
     equation = layer.einsum_str
     if equation is None:
@@ -103,7 +101,7 @@ _FLAX: dict[str, Mapping[str, _Entry]] = {
     **_NORMS,
 }
 
-# Lists the fields of each class that contain weights. All other fields are biases, scales or statistics.
+# The weights among each class's fields. All other fields are biases, scales or statistics.
 _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
     "equinox": {
         "Linear": {"weight": "oi"},
@@ -129,7 +127,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """Returns the layout implied by the layer's class, or "not known" if we don't recognise it."""
+    """Returns the layout implied by the layer's class, or "not known" for any other class."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -155,8 +153,7 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
-# If a model consists of plain arrays, then we can only distinguish embeddings from linear layers by their
-# names.
+# In a model of plain arrays, only names distinguish embeddings from linear layers.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
 _CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
 _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
@@ -184,12 +181,12 @@ def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, 
         if _CONV.fullmatch(layer) and window:
             return _by_bias([Layout.parse(f"oi{window}")], shape, bias, alone=True)
         return _by_bias([MATRIX, *([Layout.parse(f"oi{window}")] if window else [])], shape, bias)
-    if not above:  # This is a standalone array, e.g. a factor of a `LoraArray`.
+    if not above:  # A standalone array, e.g. a factor of a `LoraArray`.
         return MATRIX if len(shape) == 2 else OTHER
     return UNKNOWN if len(shape) == 2 else OTHER
 
 
-#: Fused layers, whose weights are the concatenated weights of several layers.
+#: Fused layers: their weights are the concatenated weights of several layers.
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
@@ -234,9 +231,9 @@ def _kernel(
 
 
 def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, alone: bool = False) -> Layout:
-    """Returns the candidate that fits the bias, if this is unique.
+    """Returns the only candidate to fit the bias, or `UNKNOWN`.
 
-    If there is no bias, then we only accept a candidate if it is the only one and `alone=True`.
+    Without a bias, only a single candidate with `alone=True` is accepted.
     """
     if bias is None:
         return candidates[0] if alone and len(candidates) == 1 else UNKNOWN
@@ -245,9 +242,9 @@ def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, al
 
 
 def _by_neighbour(name: str, layer: str, shape: _Shape, shapes: Mapping[str, _Shape]) -> Layout:
-    """Disambiguates attention kernels that don't have a bias.
+    """Disambiguates attention kernels without a bias.
 
-    To do so, we use that the query and output kernels of the same layer share their head axes.
+    The query and output kernels of the same layer share their head axes.
     """
     neighbour = "query" if layer == "out" else "out"
     other = shapes.get(name.removesuffix(f"{layer}.kernel") + f"{neighbour}.kernel", ())
