@@ -49,7 +49,7 @@ class TransparentValue(AdaptedArray):
 class TrainableArray(TransparentValue):
     """A fully trained array within an otherwise frozen model.
 
-    Inserted by `loraify(..., modules_to_save=...)`, and by its argument `bias=`.
+    This is inserted by `loraify(..., modules_to_save=...)`, and by its argument `bias=`.
 
     **Arguments:**
 
@@ -99,7 +99,7 @@ class TrainableArray(TransparentValue):
 class LoraBias(TransparentValue):
     """The bias of a layer with an adapter that has a bias, too: `w + scaling * b`, with trained `b`.
 
-    Inserted by `loraify(..., lora_bias=True)`.
+    This is inserted by `loraify(..., lora_bias=True)`.
 
     **Arguments:**
 
@@ -151,10 +151,11 @@ class LoraBias(TransparentValue):
 class TrainableRows(TransparentValue):
     """A frozen matrix with some rows replaced by trained ones.
 
-    Inserted by `loraify(..., trainable_token_indices=...)`, to train the embeddings of a few tokens, so that
-    an adapter's file contains only these. Lookups only read the requested rows. A product (e.g. in an output
-    layer tied to an embedding) is computed as one product with the matrix and another with the rows: neither
-    the combined matrix nor its gradient is ever formed. All other computations use the combined matrix.
+    This is inserted by `loraify(..., trainable_token_indices=...)`, to train the embeddings of a few tokens,
+    so that an adapter's file contains only these. Lookups only read the requested rows. A product (e.g. in an
+    output layer tied to an embedding) is computed as one product with the matrix and another with the rows:
+    neither the combined matrix nor its gradient is ever formed. All other computations use the combined
+    matrix.
 
     **Arguments:**
 
