@@ -42,8 +42,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
         [`NF4Array`][quaxlike.NF4Array].
-    - `col_idx`: int32 `(*batch, rows, slots)`, the column of each block. Empty slots have index `columns`;
-        they are treated as zeros (whatever `blocks` contains), and have zero gradient.
+    - `col_idx`: int32 `(*batch, rows, slots)`, each block's column. Empty slots have index `columns`; they
+        are treated as zeros (whatever `blocks` contains), and have zero gradient.
     - `transposed_idx`: int32 `(*batch, columns, slots of a column)`, the blocks in each block column, as
         computed by [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this represents the transposed matrix. Default: False.
@@ -75,7 +75,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     def from_dense(
         cls, w: ArrayLike, *, block_size: int = 128, density: float | None = None, balanced: bool = True
     ) -> "BlockSparseArray":
-        """Keeps the largest blocks (by Euclidean norm) of a dense matrix.
+        """Keeps a dense matrix's largest blocks (by Euclidean norm).
 
         The choice depends on the values of `w`, so this can't be used under `jax.jit`.
 
@@ -87,8 +87,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         - `density`: the fraction of blocks to keep, in (0, 1]. Issues a warning if the matrix has too few
             blocks to come close to this. Default: keep all nonzero blocks, so that the matrix doesn't change.
         - `balanced`: with a `density`, whether to keep the same number of blocks in each block row, so that
-            there are no empty slots. Otherwise, the largest blocks of the whole matrix are kept, and each row
-            has as many slots as there are blocks in the fullest row. Default: True.
+            there are no empty slots. Otherwise, the whole matrix's largest blocks are kept, and each row has
+            as many slots as there are blocks in the fullest row. Default: True.
 
         **Returns:** the pruned matrix.
 

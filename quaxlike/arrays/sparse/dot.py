@@ -152,7 +152,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
     """Multiplies two sparse arrays with concrete patterns.
 
-    All pairs of elements to be multiplied can then be found during tracing, using NumPy.
+    All elements to be multiplied can then be paired during tracing, using NumPy.
     """
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
@@ -185,7 +185,7 @@ def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """The fallback if the other operand, e.g. a quantised one, can only be multiplied by plain arrays.
 
     This is also used for two sparse arrays without any other rule. It only materialises the smaller one, so
-    that the product still exploits the sparsity of the other.
+    that the product still exploits the other's sparsity.
     """
     sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
     smallest = min(sparse, key=lambda v: v.size)

@@ -79,7 +79,7 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Contracts the last axis of `y` with the vector."""
+    """Contracts `y`'s last axis with the vector."""
     return get_at(jnp.moveaxis(y, -1, 0), (_place(x),), 0) * _if_held(x, x.value).astype(y.dtype)
 
 
@@ -141,7 +141,7 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Broadcasts `y` to the shape of `x`, then takes the elements at its index."""
+    """Broadcasts `y` to `x`'s shape, then takes the elements at `x`'s index."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

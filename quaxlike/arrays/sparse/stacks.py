@@ -33,7 +33,7 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """Multiplies an array by `w`. All leaves of `w` must have its batch axes as their leading axes.
+    """Multiplies an array by `w`. All its leaves must have its batch axes as their leading axes.
 
     **Arguments:**
 
@@ -42,7 +42,7 @@ def dot_stack(
         replacing it by the matrix's other axis.
     - `dimension_numbers`: the parameter for `dot_general(w, x)`, or `dot_general(x, w)` if not `on_left`.
 
-    **Returns:** the product. `NotImplemented` unless this contracts precisely one axis of the matrices.
+    **Returns:** the product. `NotImplemented` unless this contracts precisely one matrix axis.
     """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     num_batch, batch = w.ndim - 2, of_w.batch
@@ -137,7 +137,7 @@ class AbstractSparseArray(ArrayValue):
 
 
 def is_stacked(w: Any) -> bool:
-    """Returns whether all leaves of a field have its leading axes."""
+    """Returns whether all of a field's leaves have its leading axes."""
     if not isinstance(w, ArrayValue):
         return True
     axes = w.leading_axis()
@@ -192,7 +192,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Returns whether an elementwise function of `w` and `y` has the shape of `w`."""
+    """Returns whether an elementwise function of `w` and `y` has `w`'s shape."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
@@ -207,8 +207,8 @@ def same_index(x: Any, y: Any) -> bool:
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
     """Implements `broadcast_in_dim` for batch axes.
 
-    Returns `NotImplemented` if this affects the axes of the matrices: repeating stored elements along these
-    changes the pattern.
+    Returns `NotImplemented` if this affects the matrices' axes: repeating stored elements along these changes
+    the pattern.
     """
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))

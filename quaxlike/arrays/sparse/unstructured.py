@@ -45,7 +45,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     - `indices`: for each sparse axis, the element indices, int32 `(*batch, elements)`. All positions
         must be distinct. The index of padding is the axis size, along every axis; padding is treated as zero
         (whatever `data` contains), and has zero gradient.
-    - `sizes`: the sizes of the sparse axes.
+    - `sizes`: the sparse axes' sizes.
     - `order`: for a matrix with elements in [`csr_index`][quaxlike.kernels.csr_index] order, its `row_ptr`,
         `by_column` and `column_ptr`. None for any other order (this makes products slower), and for arrays
         that aren't matrices.
@@ -133,7 +133,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         - `data`: `(*batch, elements)`, which can be traced.
         - `indices`: `(*batch, elements, axes)`, concrete integers: each element's position. Elements out of
             bounds are treated as zero.
-        - `shape`: the shape of the whole array, `(*batch, *sizes)`.
+        - `shape`: the whole array's shape, `(*batch, *sizes)`.
 
         **Raises:** `ValueError` if the shapes are inconsistent, or if the indices are traced.
         """
@@ -448,7 +448,7 @@ def known_positions(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[in
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all pairs of positions at which `x` and `y` have the same nonnegative value.
+    """Returns all pairs of positions with the same nonnegative value in `x` and `y`.
 
     This is a join of two tables. It finds the elements to be multiplied with each other.
     """
