@@ -43,7 +43,7 @@ class AdaptedArray(GradientsArray):
     - `w`: the base, an array or a Value.
     - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
         should be propagated through it, without training it (e.g. because it was computed from differentiated
-        arrays); `"train"` if it should be trained, too. Default: `"none"`.
+        arrays); `"train"` if it should also be trained. Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
@@ -394,7 +394,7 @@ def reached_by(x: _Self, operand: Any) -> _Self:
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
     """Returns the `gradients` for the base of `like`.
 
-    This includes any gradients controlled by the base itself, unless all the others do so, too.
+    This includes any gradients controlled by the base itself, unless all the others also control theirs.
     """
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
     return strongest("pass", like.gradients) if alone else like.gradients

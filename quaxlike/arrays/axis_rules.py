@@ -434,7 +434,7 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # Filling the base with NaN is enough: the result is then NaN, too. But if a part doesn't have all indexed
+    # Filling the base with NaN is enough: the result is then also NaN. But if a part doesn't have all indexed
     # axes, lookups share its slices, so these mustn't be filled.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):

@@ -71,7 +71,7 @@ class LoraArray(AdaptedArray):
     - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
     - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
         should be propagated through it, without training it (this is set by arithmetic with traced arrays);
-        `"train"` if it should be trained, too. Default: `"none"`.
+        `"train"` if it should also be trained. Default: `"none"`.
     - `out_axes`, `in_axes`: the axes of this array belonging to `b` and `a` respectively, counted from the
         end. For example, a convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and
         `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and
@@ -159,7 +159,7 @@ class LoraArray(AdaptedArray):
 
     @property
     def scaling(self) -> Any:
-        """Returns the factor for `b @ a`, or an array with one factor per adapter."""
+        """The factor of `b @ a`, or an array with one factor per adapter."""
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:

@@ -167,7 +167,7 @@ def _conv(
 
     scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
-        return NotImplemented  # the scale would vary across the window, too
+        return NotImplemented  # the scale would also vary across the window
 
     conv = functools.partial(
         primitive.bind, dimension_numbers=dims, feature_group_count=groups, batch_group_count=1

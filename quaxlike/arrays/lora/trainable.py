@@ -97,7 +97,7 @@ class TrainableArray(TransparentValue):
 
 
 class LoraBias(TransparentValue):
-    """The bias of a layer with an adapter that has a bias, too: `w + scaling * b`, with trained `b`.
+    """The bias of a layer with an adapter that also has a bias: `w + scaling * b`, with trained `b`.
 
     This is inserted by `loraify(..., lora_bias=True)`.
 
@@ -278,7 +278,7 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
-            # Zero the entries for the trained rows. Otherwise these are multiplied by the base, too.
+            # Zero the entries for the trained rows. Otherwise these are also multiplied by the base.
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
             return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)

@@ -72,13 +72,13 @@ class AbstractQuantizedArray(GradientsArray):
     - `logical_dtype`: the logical array's dtype.
     - `gradients`: `"none"` if the scales should be treated as constants in differentiation; `"pass"` if
         gradients should be propagated through them, without training them (set by multiplying by a traced
-        factor); `"train"` if they should be trained, too.
+        factor); `"train"` if they should also be trained.
     - `activations`: with `"int8"` or `"fp8"`, the other operand of a product is rounded, row by row, so that
         codes are multiplied by codes. With None, it isn't rounded.
     - `input_limit`: with `activations`, the magnitude represented by the other operand's largest code;
         anything larger is clipped. None: the maximum of each row.
-    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
-        from codes, too.
+    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
+        computed from codes.
     - `compute`: with `"int8"`, products on a CPU round the other operand to 8 bits, with one scale per block
         of 32, and multiply bytes, as llama.cpp does. With `"bfloat16"`, products round both operands to
         bfloat16, and add in float32. Gradients are straight-through: they are those of the product without
@@ -139,7 +139,7 @@ class AbstractQuantizedArray(GradientsArray):
         - `block_size`: the number of elements along `axis` sharing a scale; the last block can be smaller.
             NF4, FP4 and int4 accept any power of two from 32 to 4096; they flatten the array, so their blocks
             can cross rows. Default: the codec's, i.e. 64 for these three, and one scale per channel for int8.
-        - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits, too. Default: False.
+        - `double_quant`: whether NF4, FP4 and int4 also store their scales in 8 bits. Default: False.
         - `axis`: the axis that blocks run along; for a weight, the contracted one. Default: -1.
         - `stacked`: the number of leading axes stacking arrays to be quantised separately, for use with
             `vmap` or `lax.scan`. Default: 0.
@@ -425,7 +425,7 @@ class AbstractQuantizedArray(GradientsArray):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its own rows. Rows can be split, too, if devices don't share any blocks.
+        # Each device decodes its own rows. Rows can also be split, if devices don't share any blocks.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
 
         def last(j: Any, leaf: Any) -> Any:
@@ -562,7 +562,7 @@ class AbstractQuantizedArray(GradientsArray):
     def widen(self: _Q, like: Value) -> _Q | Array:
         """Propagates gradients to the scales, or converts them to float32, if this was done for `like`.
 
-        Materialises if the layouts differ: then the same codes have different meanings.
+        Materialises if the layouts differ, so that the same codes have different meanings.
         """
         if not isinstance(like, AbstractQuantizedArray):
             return self

@@ -30,7 +30,7 @@ from .stacks import AbstractSparseArray, check_values, largest, same_index, shar
 
 
 class SparseArray(ArrayOperators, AbstractSparseArray):
-    """An array with zeros except for some elements, in any position.
+    """An array of zeros except for some elements, in any position.
 
     Products with a matrix on either side, both forward and backward, take time linear in the number of stored
     elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of the

@@ -78,7 +78,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """Returns the inverse: structured, if any of these types can represent it."""
+        """Returns the inverse, structured if any of these types can represent it."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
@@ -231,9 +231,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
         """Adds the batch axes each part has in `like`. If dtypes differ from `like`, also converts all parts
-        to one.
+        to a single dtype.
 
-        Materialises if the parts have different sizes or types: then there's no common structure.
+        Materialises if the parts have different sizes or types, and hence no common structure.
         """
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented

@@ -223,8 +223,8 @@ def _call_of_derivative(
 ):
     """Materialises the matrix in the derivative of a function in `_OF_FACTORS`.
 
-    JAX stages this derivative as a function with the same source. What distinguishes it from the function
-    itself are tangents amongst its operands, or more results.
+    JAX stages this derivative as a function with the same source. It differs from the function itself by
+    tangents amongst its operands, or more results.
     """
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))
     jaxpr = params["jaxpr"]

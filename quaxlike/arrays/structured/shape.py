@@ -39,7 +39,7 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # it's shared along the new axes, too
+            return part  # it's also shared along the new axes
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 

@@ -1,4 +1,4 @@
-"""`TridiagonalMatrix`: a matrix with zeros except on its diagonal and the two adjacent diagonals."""
+"""`TridiagonalMatrix`: a matrix with nonzeros only on its diagonal and the two adjacent diagonals."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -15,7 +15,7 @@ from .base import StructuredMatrix, as_part, check_batches, lead
 
 
 class TridiagonalMatrix(StructuredMatrix):
-    """A square matrix with zeros except on its diagonal and the two adjacent diagonals.
+    """A square matrix with nonzeros only on its diagonal and the two adjacent diagonals.
 
     **Arguments:**
 

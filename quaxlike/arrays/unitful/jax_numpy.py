@@ -1,4 +1,4 @@
-"""Detects calls of jax.numpy functions, some of which use constants matching any unit.
+"""Detects calls of jax.numpy functions, because some use constants that match any unit.
 
 For example, `jnp.histogram` widens an empty range by adding a plain constant to a quantity: an error in user
 code. By the time a primitive is bound, the constant is indistinguishable from any other, so there's no other
@@ -21,8 +21,7 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 def functions_of_jax_numpy() -> list[str]:
     """Returns the names of the jax.numpy functions being called, innermost first.
 
-    Found by walking the Python stack. For a jaxpr being interpreted, includes the function it was traced
-    from.
+    This walks the Python stack. For a jaxpr being interpreted, it includes the function it was traced from.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]

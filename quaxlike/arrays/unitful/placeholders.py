@@ -1,4 +1,4 @@
-"""Placeholders: initial values of loops (such as zeros) in a unit not known yet.
+"""Placeholders: initial values of loops (such as zeros) with a unit not known yet.
 
 For example, a library may accumulate into `jnp.zeros(3)`, which only turns out to be in metres during the
 first iteration. This works for every type whose `promote` doesn't need `like`, e.g. quantities with units.
@@ -300,7 +300,7 @@ def _as_carry(slot: Any) -> Any:
     """Returns a loop carry's slot, given the slot of its initial value.
 
     The carry can change in each iteration, so this only keeps whether it starts as a placeholder. (Counters
-    start at zero, too, but integers aren't placeholders.)
+    also start at zero, but integers aren't placeholders.)
     """
     if slot.constant is None:
         return slot
