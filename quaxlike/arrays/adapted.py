@@ -1,9 +1,8 @@
 """`AdaptedArray`: a frozen weight with trained parts, the base class for all adapters.
 
-The invariant is that the base receives gradients precisely as specified by `gradients`, no matter which rules
-are applied to the array. In particular, any rule that computes with the base must use `self.base`. If it used
-`self.w` instead, then gradients would leak into a frozen weight. (And we would be wasting memory on computing
-them, at full size.)
+Invariant: the base receives gradients precisely as specified by `gradients`, whichever rules are applied to
+the array. In particular, any rule computing with the base must use `self.base`. With `self.w`, gradients
+would leak into a frozen weight. (And computing them, at full size, would waste memory.)
 """
 
 import dataclasses
@@ -33,43 +32,43 @@ class AdaptedArray(GradientsArray):
     """A frozen weight with trained parts: the base class for [`quaxlike.LoraArray`][] and your own adapters.
 
     To create your own adapter, subclass this, declare the trained parts as fields, and define `materialise`
-    from these and `self.base`, which is `w` without gradients. You can then insert it into a model
-    using [`quaxlike.adapt`][]. Everything else that works for adapters will also work for yours:
-    [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the base, fine-tuning,
-    and generation. Note that an adapter without any rules is materialised whenever it is used, so you will
-    usually want to start by adding a rule for `dot_general`.
+    from these and `self.base`, which is `w` without gradients. You can then insert it into a model using
+    [`quaxlike.adapt`][]. Everything else then works as for any adapter: [`quaxlike.trainable`][],
+    [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the base, fine-tuning, and generation. An adapter
+    without any rules is materialised whenever it is used, so you will usually want to start by adding a rule
+    for `dot_general`.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
     - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
-        should be propagated through it, without training it (e.g. because it was computed from arrays that
-        are differentiated); `"train"` if it should be trained as well. Default: `"none"`.
+        should be propagated through it, without training it (e.g. because it was computed from differentiated
+        arrays); `"train"` if it should also be trained. Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
     - `part_axes`: names the last axes of each part, as in `{"a": "rank in", "b": "out rank"}`. Here `out` and
         `in` are the weight's axes; any other word is an axis of the part only. Axes in front of these are
-        batch axes (several adapters on one weight, or stacked layers), which `materialise` has to accept.
+        batch axes (several adapters on one weight, or stacked layers), and `materialise` has to accept them.
         This is required for [`quaxlike.stack_adapters`][], for sharding, and for loops over stacked layers.
         Default: not known.
     - `out_axes`, `in_axes`: the weight's output and input axes, counted from the end. Default: `(-2,)` and
         `(-1,)`.
-    - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so, then
-        these are updated by transposes and reshapes, whose result is also an adapter. Default: False.
+    - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so,
+        transposes and reshapes update these, and also result in an adapter. Default: False.
     - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
         each entry depends only on the same entry in each part. Default: neither.
-    - `numbers`: the fields with numbers that belong to each adapter but are not trained, like LoRA's `alpha`.
-        Python numbers are converted to arrays, with one entry for each adapter or layer in a stack, so that
-        changing them doesn't trigger recompilation. You should apply `jax.lax.stop_gradient` to these
-        whenever you compute with them. Default: none.
-    - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], since they begin at
-        zero. Default: none.
+    - `numbers`: the fields with untrained numbers belonging to each adapter, like LoRA's `alpha`. Python
+        numbers are converted to arrays, with one entry for each adapter or layer in a stack, so that changing
+        them doesn't trigger recompilation. Apply `jax.lax.stop_gradient` whenever you compute with these.
+        Default: none.
+    - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], because they begin
+        at zero. Default: none.
     - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
     - `invocation`: the sequence of tokens after which the adapter is active, if it isn't always active.
         [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
-    - `taken`: not None if an initialisation moved a part of `w` into the adapter, in which case it can't be
-        represented by a file that doesn't include the base. Default: None.
+    - `taken`: not None if an initialisation moved a part of `w` into the adapter. A file without the base
+        can't represent it then. Default: None.
 
     !!! example
 
@@ -100,7 +99,7 @@ class AdaptedArray(GradientsArray):
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
-    # Don't annotate these. This way a subclass can turn them into fields, in whichever order it likes.
+    # Not annotated, so that a subclass can turn these into fields, in whichever order it likes.
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
@@ -118,8 +117,8 @@ class AdaptedArray(GradientsArray):
     def base(self) -> Any:
         """`w`, with `stop_gradient` applied unless `gradients` specifies otherwise.
 
-        Note that an adapter nested inside this one has its own `gradients`, as does a quantised weight with
-        trained scales.
+        An adapter nested inside this one has its own `gradients`, as does a quantised weight with trained
+        scales.
         """
         return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
@@ -127,15 +126,15 @@ class AdaptedArray(GradientsArray):
         """Returns the field names to train.
 
         By default, these are all fields with floating-point arrays, except for `numbers`, and except for `w`
-        unless `gradients` is "train". If there are several adapters on the same weight, then they share any
-        fields that are neither trained nor listed in `numbers`.
+        unless `gradients` is "train". Several adapters on the same weight share any fields that are neither
+        trained nor listed in `numbers`.
         """
         names = [name for name in array_fields(self) if name != "w" or self.gradients == "train"]
         names = [name for name in names if name not in self.numbers]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
-        """Returns the array that [`quaxlike.merge`][] replaces this by, which is differentiable in all parts.
+        """Returns the array [`quaxlike.merge`][] replaces this by, differentiable in all parts.
 
         By default, this materialises.
         """
@@ -151,20 +150,20 @@ class AdaptedArray(GradientsArray):
     def adds_nothing(self) -> bool:
         """Returns whether this is equal to the base if all parts are zero.
 
-        If so, then weights with and without an adapter can be combined, both in branches and in
+        If so, weights with and without an adapter can be combined, both in branches and in
         [`quaxlike.stack_adapters`][]. Default: False.
         """
         return False
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a finite factor that is not an adapter, and broadcasts to this shape.
+        """Multiplies by a finite factor (not an adapter) that broadcasts to this shape.
 
         Default: `NotImplemented`.
         """
         return NotImplemented
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Converts several adapters on one weight to a common form, so that their parts can be stacked.
+        """Converts several adapters on one weight to a common form, for stacking their parts.
 
         By default, this returns them unchanged if their static fields and part shapes agree.
         """
@@ -178,7 +177,7 @@ class AdaptedArray(GradientsArray):
     def combined(self, others: Sequence[Any], weights: Sequence[Any], method: str, rank: int | None) -> Any:
         """Combines several adapters on one weight (including this one) by computing their weighted sum.
 
-        The weights may be traced. The options are the same as for [`quaxlike.combine_adapters`][]. Default:
+        The weights may be traced. The options are those of [`quaxlike.combine_adapters`][]. Default:
         `NotImplemented`.
         """
         return NotImplemented
@@ -186,8 +185,8 @@ class AdaptedArray(GradientsArray):
     def resized(self, axis: int, resize: Callable[..., Any]) -> Any:
         """Resizes this array along an axis, e.g. for a different vocabulary.
 
-        `resize(part, axis)` resizes the base or a part. New entries are the mean of the existing
-        ones, or of another array if `like=` is passed. Default: `NotImplemented`.
+        `resize(part, axis)` resizes the base or a part. New entries are the mean of the existing ones, or of
+        the array passed as `like=`. Default: `NotImplemented`.
         """
         return NotImplemented
 
@@ -196,16 +195,16 @@ class AdaptedArray(GradientsArray):
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
-        """Replaces some fields, without checking that they are consistent with the others.
+        """Replaces some fields, without checking their consistency with the others.
 
-        The old `w` might control its own gradients even though the new one doesn't. In this case gradients
-        are still propagated as before.
+        If the old `w` controls its own gradients, but the new one doesn't, gradients are still propagated as
+        before.
         """
         fields = self.with_switches(fields, self.gradients)
         if self.numbers:
             fields = _with_numbers(self, fields)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
-            # Otherwise a rule that replaces the base (e.g. by a slice of it) would silently freeze it.
+            # Otherwise a rule replacing the base (e.g. by a slice of it) would silently freeze it.
             fields = {"gradients": strongest("pass", self.gradients), **fields}
         return replace_fields(self, **fields)
 
@@ -215,13 +214,11 @@ class AdaptedArray(GradientsArray):
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
-        """Converts `array` to a base with gradients, adding parts that are zero, provided that these have no
-        effect."""
+        """Converts `array` to a base with gradients, adding zero parts, if these don't change the result."""
         if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
             return NotImplemented
         w = widened(array, like.w)
-        # We couldn't lift the array to the type of the base, which means that the two branches would still
-        # differ.
+        # The array couldn't be lifted to the base's type, so the two branches would still differ.
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
@@ -231,7 +228,7 @@ class AdaptedArray(GradientsArray):
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
-        """Propagates gradients to the base if `like` does so. If the axes differ then this materialises."""
+        """Propagates gradients to the base if `like` does so. Materialises if the axes differ."""
         if type(like) is not type(self):
             return NotImplemented
         # The parts correspond to different axes of the weight, so they aren't interchangeable.
@@ -275,7 +272,7 @@ def number(x: Any, shape: Sequence[int] = ()) -> Any:
 def with_numbers_of(x: _Self, like: AdaptedArray) -> _Self:
     """Promotes the `numbers` of `x` to the dtypes in `like`.
 
-    They only differ if somebody has cast all leaves of one side, e.g. to bfloat16.
+    They only differ if all leaves of one side have been cast, e.g. to bfloat16.
     """
 
     promoted: dict[str, Any] = {}
@@ -289,8 +286,8 @@ def with_numbers_of(x: _Self, like: AdaptedArray) -> _Self:
 def numbers_as_arrays(x: AdaptedArray) -> None:
     """Converts the `numbers` of an array to arrays, during its construction.
 
-    Any number that isn't already a JAX array is broadcast to the batch axes that the base and all trained
-    parts have in common, so that we can use `jax.vmap` and `jax.lax.scan` to map over every part.
+    Any number that isn't already a JAX array is broadcast to the batch axes shared by the base and all
+    trained parts, so that `jax.vmap` and `jax.lax.scan` can map over every part.
     """
     for name in x.numbers:
         if (value := getattr(x, name)) is not None:
@@ -305,17 +302,17 @@ def numbers_as_arrays(x: AdaptedArray) -> None:
 
 
 def _unless_tracing(value: np.ndarray) -> Any:
-    """Moves a number to the device, unless something is being traced, as its value would then be unknown."""
+    """Moves a number to the device, except during tracing, when its value would become unknown."""
     return _on_device(value) if compat.is_eval_trace(compat.current_trace()) else value
 
 
-# It's faster to pass a device array to a compiled function than a NumPy array. This is the fastest way of
-# converting it, and each result gets its own buffer, which means that it can be donated.
+# Passing a device array to a compiled function is faster than passing a NumPy array. This is the fastest way
+# of converting it, and each result gets its own buffer, so it can be donated.
 _on_device = jax.jit(lambda x: x)
 
 
 def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
-    """Returns the sizes of the batch axes that are common to the base and all trained parts."""
+    """Returns the sizes of the batch axes common to the base and all trained parts."""
     if not knows_axes(x) or _labels(*_labels_key(x))[0] == len(x.out_axes) + len(x.in_axes):
         return ()
     labels, matrix = labels_of(x), matrix_labels(x)
@@ -336,8 +333,8 @@ def without_numbers(x: Any) -> Any:
 def _with_numbers(x: AdaptedArray, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields to replace, with numbers converted to arrays.
 
-    If the parts are being replaced by something other than arrays (e.g. an axis for `jax.vmap`, or a
-    sharding), then the numbers are replaced by None.
+    If the parts are replaced by something other than arrays (e.g. an axis for `jax.vmap`, or a sharding), the
+    numbers are replaced by None.
     """
     if any(name in x.part_axes and part is not None and not hasattr(part, "shape")
            for name, part in fields.items()):  # fmt: skip
@@ -374,7 +371,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _decides(w: Any) -> bool:
-    """Returns whether a base controls its own gradients. If it does then we don't freeze it."""
+    """Returns whether a base controls its own gradients. If so, it isn't frozen."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
@@ -384,28 +381,27 @@ def frozen(x: Any) -> Any:
 
 
 def with_gradients(x: _Self, gradients: Gradients) -> _Self:
-    """Sets at least these `gradients`. Note that a base that has already been frozen stays frozen."""
+    """Sets at least these `gradients`. A base already frozen stays frozen."""
     gradients = strongest(x.gradients, gradients)
     return x if gradients == x.gradients else x.replace(w=x.base, gradients=gradients)
 
 
 def reached_by(x: _Self, operand: Any) -> _Self:
-    """Propagates gradients through the base if `operand` (which will be combined with it) is traced."""
+    """Propagates gradients through the base if `operand` (to be combined with it) is traced."""
     return with_gradients(x, "pass") if isinstance(operand, jax.core.Tracer) else x
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
     """Returns the `gradients` for the base of `like`.
 
-    This includes any gradients controlled by the base itself, unless this is also the case for all the
-    others.
+    This includes any gradients controlled by the base itself, unless all the others also control theirs.
     """
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
     return strongest("pass", like.gradients) if alone else like.gradients
 
 
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
-    """Sets the `gradients` of all arrays to whichever is the strongest amongst them."""
+    """Sets the `gradients` of all arrays to the strongest amongst them."""
     marks: list[Gradients] = [gradients_through(x, *adapted) for x in adapted]
     return [with_gradients(x, strongest(*marks)) for x in adapted]
 
@@ -418,13 +414,13 @@ def _is_inexact(x: Any) -> bool:
 
 
 def array_fields(x: AdaptedArray) -> list[str]:
-    """Returns the names of all fields that aren't static."""
+    """Returns the names of all non-static fields."""
     cls: Any = type(x)
     return _array_fields(cls)
 
 
 def frozen_parts(x: AdaptedArray) -> list[str]:
-    """Returns the names of the parts that aren't trained, which can be shared by several adapters."""
+    """Returns the names of the untrained parts, which several adapters can share."""
     own = ("w", "key", *x.trained(), *x.numbers)
     return [name for name in array_fields(x) if name not in own]
 
@@ -436,7 +432,7 @@ def _array_fields(cls: Any) -> list[str]:
 
 @functools.cache
 def _words(cls: Any) -> dict[str, list[Any]]:
-    """Returns `part_axes` as labels, which are negative for axes that don't occur in the weight."""
+    """Returns `part_axes` as labels (negative for axes that don't occur in the weight)."""
     own: dict[str, int] = {}
 
     def label(word: Any) -> Any:
@@ -456,7 +452,7 @@ def knows_axes(x: AdaptedArray) -> bool:
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
     """Returns the axis labels of `w` and each existing part.
 
-    A label is the corresponding axis of the whole array, or negative if there is none.
+    A label is the corresponding axis of the whole array. It's negative if there is none.
     """
     return _labels(*_labels_key(x))[1]
 
@@ -488,7 +484,7 @@ def _labels(
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
         if ndim is not None:
             parts[name] = words, ndim - sum(size.get(word, 1) for word in words)
-    # The base might be shared by several adapters, in which case a part has more batch axes than the base.
+    # If several adapters share the base, a part has more batch axes than the base.
     n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
     axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
     batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]

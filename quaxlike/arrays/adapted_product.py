@@ -10,12 +10,11 @@ from .dot_axes import Labels, arrange, contract, dot_axes, in_order, weight_prod
 
 
 class AdaptedProduct:
-    """The product of an adapted array `w` with `x`, which can be on either side.
+    """The product of an adapted array `w` with `x`, on either side.
 
-    We track axes by integer labels (a bit like the indices of `einsum`), because the parts of `w` can have
-    their axes in different orders. The axes of `w` have the labels 0, 1, ... and each axis of `x` shares the
-    label of the axis that it is contracted or batched with, if any, or otherwise a new label starting from
-    `w.ndim`.
+    Axes are tracked by integer labels (a bit like `einsum` indices), because the parts of `w` can have their
+    axes in different orders. The axes of `w` have the labels 0, 1, ... Each axis of `x` shares its label with
+    the axis it's contracted or batched with. If there is none, it has a new label, starting from `w.ndim`.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class AdaptedProduct:
     def times(
         self, part: Any, own: Labels, x: Any, labels: Labels, keep: Collection[int], **params: Any
     ) -> tuple[Any, Labels]:
-        """Multiplies a part of `w`, whose labels are `own`, with `x`. Also returns the result's labels."""
+        """Multiplies a part of `w`, with labels `own`, with `x`. Also returns the result's labels."""
         if self.on_left:
             return contract(part, own, x, labels, keep, **params)
         return contract(x, labels, part, own, keep, **params)
 
     def with_base(self, w: Any, x: Any, labels: Labels, own: Labels | None = None) -> Any:
-        """Multiplies the base, whose labels are `own` (default: those of `w`), with `x`."""
+        """Multiplies the base, with labels `own` (default: those of `w`), with `x`."""
         own = self.own["w"] if own is None else own
         # `dimension_numbers` only apply if the base and x have the same axes as in the original product.
         if len(own) < self.w.ndim or labels != self.x_labels:

@@ -1,4 +1,4 @@
-"""Rules that convert an adapter's dtype, or multiply an adapter by factors, regardless of its type.
+"""Rules converting an adapter's dtype, or multiplying an adapter by factors, regardless of its type.
 
 An adapted array always has its base's dtype, and both kinds of rule preserve this."""
 
@@ -19,7 +19,7 @@ from .factors import is_infinite, multiplies_nothing, reciprocal
 
 @register("convert_element_type")
 def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
-    """Converts the base, and all parts that are floating-point."""
+    """Converts the base and all floating-point parts."""
     if not jnp.issubdtype(new_dtype, jnp.floating) or type(x).default is not AdaptedArray.default:
         return NotImplemented
 
@@ -29,7 +29,7 @@ def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
 
     fields = {name: getattr(x, name) for name in array_fields(x) if name not in x.numbers}
     out = x.replace(**jtu.tree_map(converted, fields, is_leaf=is_value))
-    # The base might not support this dtype.
+    # The base may not support this dtype.
     return out if out.dtype == new_dtype else NotImplemented
 
 

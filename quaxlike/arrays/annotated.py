@@ -1,8 +1,7 @@
 """`AnnotatedArray`: an array with static metadata.
 
-Metadata must never survive a primitive by accident. For example, a unit would then be silently wrong. So if a
-primitive doesn't have a rule, then it must either be known to only move elements (`STRUCTURAL`), or else it's
-applied to the bare array.
+Metadata must never survive a primitive by accident: e.g. a unit would silently become wrong. So a primitive
+without a rule is applied to the bare array, unless it's known to only move elements (`STRUCTURAL`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +39,8 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     primitives that read or change it. The shape and dtype are taken from the array. You don't need any rules
     for indexing, stacking, sharding, differentiation, loop carries, or the operators of `jax.Array`.
     Primitives that only move elements don't need rules either; they preserve the metadata. Any other
-    primitive without a rule is applied to the bare array, subject to the policy of
-    [`quaxlike.on_materialise`][].
+    primitive without a rule is applied to the bare array, and the policy of [`quaxlike.on_materialise`][]
+    applies.
 
     **Arguments:**
 
@@ -79,7 +78,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Copy this, as rules registered by a subclass mustn't apply to its parent as well.
+        # Copy this, so that rules registered by a subclass don't apply to its parent.
         cls._several = dict(cls._several)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -89,7 +88,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
         return self.array
 
     def with_array(self: _Self, array: Any) -> _Self:
-        """Attaches this metadata to another array, without running the constructor's checks."""
+        """Attaches this metadata to another array, without the constructor's checks."""
         return replace_fields(self, array=array)
 
     @classmethod
@@ -111,8 +110,8 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
         **Returns:**
 
-        A decorator that returns the rule unchanged. The rule is called with the primitive and its operands as
-        positional arguments, and with the primitive's parameters as keyword arguments.
+        A decorator returning the rule unchanged. The rule is called with the primitive and its operands as
+        positional arguments, and the primitive's parameters as keyword arguments.
         """
 
         def decorator(rule: _Rule) -> _Rule:
@@ -130,7 +129,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Applies a primitive without a rule to the bare array. This can be overridden by subclasses.
+        """Applies a primitive without a rule to the bare array. Subclasses can override this.
 
         All other operands are passed on unchanged.
         """
@@ -156,7 +155,7 @@ def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike | ArrayValu
     return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
 
 
-# Primitives that combine elements of several arrays, and a slice that selects these arrays from the operands.
+# Primitives combining elements of several arrays, and a slice selecting these arrays from the operands.
 _JOINING = {
     "concatenate": slice(None),
     "stack": slice(None),
@@ -169,14 +168,14 @@ _JOINING = {
 
 @AnnotatedArray.rule_for_several(tuple(_JOINING))
 def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    """Combines several arrays that have the same metadata."""
+    """Combines several arrays with the same metadata."""
     arrays = xs[_JOINING[primitive.name]]
     if params.get("update_jaxpr") is not None and isinstance(xs[0], AnnotatedArray):
         # `at[...].apply` calls an arbitrary function of the elements, and ignores the updates
         element = jax.ShapeDtypeStruct((), xs[0].dtype)
         elements = (xs[0].with_array(element), element)
         arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
-    # If the metadata differs, then there's no choice that would be correct for all elements of the result.
+    # If the metadata differs, no choice is correct for all elements of the result.
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented
     return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))

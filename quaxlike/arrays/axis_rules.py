@@ -1,24 +1,22 @@
 """Rules for the axes of adapted arrays: transposes, slices, joins, reshapes and lookups of each part.
 
-The same rules work for every type, because we label the axes of all parts (`labels_of`). If a part's axis
-corresponds to an axis of the whole array, then its label is that axis number. If an axis only occurs
-in parts, such as the rank of a LoRA, then its label is negative. Note that a part doesn't need to have all
-the labels; it's constant along any axis whose label it doesn't have. So what a rule does is to apply the same
-operation to each part as to the whole array, along whichever labels the part has. Afterwards it records the
-new positions of the output and input axes.
+The same rules work for every type, because the axes of all parts have labels (`labels_of`). If a part's axis
+corresponds to an axis of the whole array, then its label is that axis number. If an axis only occurs in
+parts, such as a LoRA's rank, then its label is negative. A part is constant along any axis with a label it
+doesn't have. So a rule applies the same operation to each part as to the whole array, along whichever labels
+the part has. Afterwards it records the new positions of the output and input axes.
 
-The following two invariants hold before and after each rule:
+Invariants before and after each rule:
 
 - The base's axes are in the same order as the whole array's axes. Every other part starts with its
     batch axes, in this order, followed by the axes listed in `part_axes`. In particular, transposing the
     matrix only changes the base's axes.
-- If a part doesn't have all batch axes, then it's the leading ones that are missing, since `labels_of` counts
-    them from the end. If an operation would violate this, then we first add all batch axes to the part
-    (`with_all_axes`).
+- If a part doesn't have all batch axes, then the leading ones are missing: `labels_of` counts them from the
+    end. If an operation would violate this, first add all batch axes to the part (`with_all_axes`).
 
-We can always slice batch axes, because each matrix of a stack has its own adapter. In contrast, outputs and
-inputs can only be sliced if the type allows it (`cuttable`), and can only be moved or reshaped if the type is
-able to represent their new positions (`any_axes`).
+Batch axes can always be sliced, because each matrix of a stack has its own adapter. Outputs and inputs can
+only be sliced if the type allows it (`cuttable`), and only be moved or reshaped if the type can represent
+their new positions (`any_axes`).
 """
 
 import math
@@ -47,8 +45,8 @@ def each(
 ) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
-    `order` lists the axis labels of the result. Default: the same as for `x`. Returns `NotImplemented`
-    if the type can't represent the resulting positions of the outputs or inputs.
+    `order` lists the result's axis labels. Default: those of `x`. Returns `NotImplemented` if the type can't
+    represent the resulting positions of the outputs or inputs.
     """
     order = range(x.ndim) if order is None else order
     axes = _axes_in(x, order)
@@ -60,14 +58,14 @@ def each(
 
 
 def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
-    """Returns new values for `out_axes` and `in_axes` if these change; None if that isn't supported."""
+    """Returns new values for `out_axes` and `in_axes` if these change. None if that isn't supported."""
     n = x.ndim
     at = {label: axis - len(order) for axis, label in enumerate(order)}
     old = {"out_axes": x.out_axes, "in_axes": x.in_axes}
     new = {name: tuple(at[n + i] for i in axes if n + i in at) for name, axes in old.items()}
     if new == old:
         return {}
-    # If there are no outputs or inputs left then this is a single row or column, which isn't a weight.
+    # Without outputs or inputs, this is a single row or column, which isn't a weight.
     return new if x.any_axes and all(new.values()) else None
 
 
@@ -95,7 +93,7 @@ def with_all_axes(x: AdaptedArray) -> Any:
 
 
 def _even(x: AdaptedArray) -> Any:
-    """Expands any parts that have size one along a batch axis for which the whole array has another size."""
+    """Expands any parts with size one along a batch axis where the whole array has another size."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
         if any(i >= 0 and size != x.shape[i] for i, size in sizes):
@@ -104,7 +102,7 @@ def _even(x: AdaptedArray) -> Any:
 
 
 def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
-    """Transposes to this label order. Labels that are at least `x.ndim` are new axes of size one."""
+    """Transposes to this label order. Labels from `x.ndim` on are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
     if any(i >= n for i in order) or any(wanted[name][: len(own)] != own for name, own in lacked.items()):
@@ -130,7 +128,7 @@ def _broadcast_in_dim(
     n, n_new = x.ndim, len(shape) - x.ndim
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
-    # It's enough to add the new batch axes to one part, as all other parts are constant along them.
+    # All other parts are constant along the new batch axes, so add these to one part only.
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
         name = next((name for name in labels_of(x) if name not in ("w", *x.numbers)), "w")
         part, own = getattr(x, name), _labels_in(x, range(n))[name]
@@ -225,7 +223,7 @@ def _stack(*operands: AdaptedArray | ArrayLike, axis: int):
 
 
 def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
-    """Stacks adapters of the same form along a new batch axis. `NotImplemented` if these aren't supported."""
+    """Stacks adapters of the same form along a new batch axis. `NotImplemented` if that isn't supported."""
     order = list(range(xs[0].ndim))
     order.insert(axis, xs[0].ndim)
     expanded = [rearranged(x, order) for x in xs]
@@ -243,15 +241,15 @@ def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
 
 
 def concatenated(parts: Sequence[Any], axis: int) -> Any:
-    """Concatenates arrays or Values, after converting them to a common dtype."""
+    """Concatenates arrays or Values in a common dtype."""
     dtype = common_dtype(*parts)
     return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
 
 
 def _unified(operands: Sequence[Any]) -> list[Any] | None:
-    """Converts the operands to adapters of the same form, or returns None if this isn't possible.
+    """Converts the operands to adapters of the same form. None if this isn't possible.
 
-    Plain arrays are given parts that have no effect.
+    Plain arrays get parts that don't change them.
     """
     like = next(x for x in operands if isinstance(x, AdaptedArray))
     if not knows_axes(like):
@@ -264,7 +262,7 @@ def _unified(operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _joining_form(x: AdaptedArray) -> Any:
-    """Returns everything that must agree for adapters to be joined."""
+    """Returns everything that must agree for joining adapters."""
     matrix = matrix_labels(x)
     core: dict[str, Any] = {}
     for name, own in labels_of(x).items():
@@ -281,16 +279,14 @@ def _joining_form(x: AdaptedArray) -> Any:
 
 @register("reshape")
 def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
-    """Splits or merges axes within `out`, `in`, or the batch. Materialises if axes from several of these
-    would be merged.
-    """
+    """Splits or merges axes within `out`, `in`, or the batch. Materialises if this merges axes of several."""
     if not knows_axes(x) or any(value is not None for value in params.values()) or math.prod(new_sizes) == 0:
         return NotImplemented
     n, m, matrix = x.ndim, len(new_sizes), matrix_labels(x)
     batch = [i for i in range(n) if i not in matrix]
-    ends = len(batch) - n  # this is used if all batch axes are leading ones, and the matrix isn't reshaped
+    ends = len(batch) - n  # used if all batch axes are leading ones, and the matrix isn't reshaped
     kept = batch == [*range(len(batch))] and tuple(new_sizes[ends:]) == x.shape[ends:]
-    # Without any batch axes so far, all of the new axes must have size one.
+    # Without batch axes so far, all new axes must have size one.
     if kept and not batch:
         return rearranged(x, [*range(n, m), *range(n)])
     if kept:
@@ -312,7 +308,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     moved = axes != {"out_axes": x.out_axes, "in_axes": x.in_axes}
     if moved and not x.any_axes:
         return NotImplemented
-    # If batch axes are split or merged then every part needs to have all of them.
+    # If batch axes are split or merged, every part needs all of them.
     regrouped = any(old[0] in batch and (len(old), len(axes)) != (1, 1) for old, axes in groups)
     x = with_all_axes(x) if regrouped else _even(x)
 
@@ -327,9 +323,9 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns the shortest runs of old axes that are reshaped to runs of new axes.
+    """Returns the shortest runs of old axes, each with the run of new axes it is reshaped to.
 
-    Assumes that the array isn't empty, and has at least one axis.
+    Assumes a nonempty array with at least one axis.
     """
     groups: list[tuple[Sequence[int], Sequence[int]]] = []
     i = j = 0
@@ -354,8 +350,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
 class Lookup:
     """A `gather` from an array with labelled parts.
 
-    The index axes are labelled `ndim`, `ndim + 1`, and so on. The array's batching axes have the
-    same label as the corresponding axis in the indices.
+    The index axes are labelled `ndim`, `ndim + 1`, and so on. The array's batching axes share their labels
+    with the corresponding axes of the indices.
     """
 
     out: Labels
@@ -388,7 +384,7 @@ class Lookup:
         """Gathers slices from a part, filling with `outside` if out of bounds. Also returns their labels."""
         n_indices, partner = len(self._of_indices), self._partner
         mine = [i for i in self._picked if i in own]
-        # If the part doesn't have any of the indexed axes then all slices share it.
+        # A part with none of the indexed axes is shared by all slices.
         if not mine:
             return part, [partner.get(i, i) for i in own]
         here = [i for i in own if i in partner]
@@ -401,7 +397,7 @@ class Lookup:
             start_indices_batching_dims=tuple(partner[i] - self._n for i in here),
         )
         columns = jnp.asarray(self._indices)
-        # Only use those columns of the indices that refer to axes of this part.
+        # Only use the columns of the indices for axes of this part.
         if len(mine) < len(self._picked):
             columns = columns[..., jnp.array([self._picked.index(i) for i in mine])]
         sizes = tuple(size if i < 0 else self._sizes[i] for i, size in zip(own, part.shape, strict=True))
@@ -427,7 +423,7 @@ def looked_up(
 ) -> Any:
     """Looks up whole matrices in a stack, each with its own adapter.
 
-    If this isn't possible, then returns `rows(x, lookup)`, which is a dense array.
+    If this isn't possible, returns `rows(x, lookup)`, a dense array.
     """
     dnums, where = dimension_numbers, (indices, x.shape, dimension_numbers, slice_sizes)
     if not knows_axes(x):
@@ -438,9 +434,8 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # Filling the base with NaN is enough, because the result is then NaN as well. However, if some part
-    # doesn't have all of the indexed axes then its slices are shared between lookups, so we mustn't fill
-    # them.
+    # Filling the base with NaN is enough: the result is then also NaN. But if a part doesn't have all indexed
+    # axes, lookups share its slices, so these mustn't be filled.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):
         found = _matrices(x, Lookup(x, indices, dnums, slice_sizes, mode, params), fill_value)
@@ -448,7 +443,7 @@ def looked_up(
             return found
     if rows is None:
         return NotImplemented
-    # Don't fill the rows until the end. Otherwise NaNs would propagate to the gradients of all parts.
+    # Only fill the rows at the end. Otherwise NaNs propagate to the gradients of all parts.
     found = rows(x, Lookup(x, indices, dnums, slice_sizes, "clip" if outside else mode, params))
     if found is NotImplemented or not outside:
         return found

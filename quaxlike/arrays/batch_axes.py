@@ -1,4 +1,4 @@
-"""Batch axes of stacked arrays, which are transposed, reshaped and sliced one part at a time.
+"""Transposes, reshapes and slices the batch axes of stacked arrays, one part at a time.
 
 A stack has several parts, each with the batch axes in front of its own axes.
 """
@@ -18,18 +18,18 @@ _S = TypeVar("_S", bound="Stack")
 
 @runtime_checkable
 class Stack(Protocol):
-    """The interface required by the functions in this module."""
+    """The interface required by this module's functions."""
 
     @property
     def num_batch(self) -> int:
-        """The number of leading axes that are batch axes."""
+        """The number of batch axes, which come first."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def each(self: _S, fn: Callable[[Any, int], Any]) -> _S:
-        """Replaces each part by `fn(part, own)`, where the part's last `own` axes aren't batch axes."""
+        """Replaces each part by `fn(part, own)`, where all but the last `own` axes are batch axes."""
         ...
 
     def stacked(self: _S) -> _S:
@@ -42,8 +42,8 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
-    # If a part doesn't depend on some batch axes then it might not have them. So use `stacked` to add these
-    # first, after which `order` is valid for every part.
+    # A part that doesn't depend on some batch axes may not have them. Add these first (`stacked`), so that
+    # `order` is valid for every part.
     return x.stacked().each(lambda part, own: jnp.transpose(part, (*order, *range(n, n + own))))
 
 
@@ -53,11 +53,11 @@ def squeeze_batch(x: _S, axes: Sequence[int]) -> _S:
 
 
 def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
-    """Reshapes the batch axes. Returns `NotImplemented` if any other axes would change."""
+    """Reshapes the batch axes. Returns `NotImplemented` if any other axes change."""
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
-    # Any other reshape would move elements between different arrays of the stack.
+    # Any other reshape moves elements between arrays of the stack.
     if num_new < 0 or tuple(new_sizes[num_new:]) != x.shape[n:] or math.prod(batch) != math.prod(x.shape[:n]):
         return NotImplemented
     return x.stacked().each(lambda part, own: jnp.reshape(part, (*batch, *part.shape[part.ndim - own :])))
@@ -84,7 +84,7 @@ def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
     """Broadcasts a part to the batch axes of `like`, if `like` has more.
 
-    All but the last `core` axes are considered to be batch axes.
+    All but the last `core` axes are batch axes.
     """
     batch = like.shape[: like.ndim - core]
     if part.ndim - core >= len(batch):

@@ -1,8 +1,7 @@
 """Starts, bounds and fill values for `dynamic_slice` and `gather` when indices are out of bounds.
 
 `jax.numpy` and `jax.lax` wrap negative indices before binding a primitive, whereas the primitives themselves
-never do. This means that rules mustn't wrap indices either. If they did, then they would return actual
-elements in cases where JAX clamps or fills.
+never do. So rules mustn't wrap indices either: they would return actual elements where JAX clamps or fills.
 """
 
 from collections.abc import Sequence
@@ -23,16 +22,16 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Returns a `slice`'s start, end and step along each axis, and the list of axes that it changes."""
+    """Returns a `slice`'s start, end and step along each axis, and the list of axes it changes."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
 
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
-    """As `lax.slice_in_dim`, but doesn't pass any strides if they are 1.
+    """As `lax.slice_in_dim`, but without strides if they are 1.
 
-    This is much faster for many different slices: with strides, JAX compiles each one separately, whereas
-    without strides the start is just an operand.
+    This is much faster for many different slices: with strides, JAX compiles each one separately; without,
+    the start is just an operand.
     """
     starts, limits = [0] * operand.ndim, list(operand.shape)
     starts[axis], limits[axis] = start, limit
@@ -41,7 +40,7 @@ def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int 
 
 
 def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
-    """Clamps `start` so that a dynamic slice along an axis is within bounds.
+    """Clamps `start`, to keep a dynamic slice along an axis within bounds.
 
     **Arguments:**
 
@@ -50,8 +49,8 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     - `slice_size`: the slice size along this axis.
     """
     start = jnp.asarray(start)
-    # The last valid start along a long axis might not be representable, for example in int8. If it were to
-    # wrap around, then every start would be clamped to the wrong value.
+    # A long axis's last valid start may not be representable, e.g. in int8. If it wrapped around, every start
+    # would be clamped to the wrong value.
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
     zero = jnp.zeros((), start.dtype)
     return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)
@@ -60,14 +59,14 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
     """Takes a dynamic slice along one axis.
 
-    Note that `start` is clamped but never wrapped, just like in JAX.
+    `start` is clamped but never wrapped, just like in JAX.
     """
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 
 
 def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
-    """Returns the value that `gather` fills in for slices out of bounds, or None if its mode never does so.
+    """Returns `gather`'s fill value for slices out of bounds. None if its mode never fills.
 
     **Arguments:**
 
@@ -93,8 +92,7 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Returns which slices of a `gather` are within bounds. This is a NumPy array if the indices are
-    concrete.
+    """Returns which slices of a `gather` are within bounds: a NumPy array if the indices are concrete.
 
     **Arguments:**
 
@@ -116,7 +114,7 @@ def fills(
     slice_sizes: Sequence[int],
     mode: Any,
 ) -> bool:
-    """Returns whether a `gather` has slices that might be out of bounds, and that would then be filled.
+    """Returns whether a `gather` may have slices out of bounds, to be filled.
 
     See `in_bounds` for the arguments.
     """
@@ -136,7 +134,7 @@ def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Ar
 def filled(
     out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
 ) -> Array:
-    """Replaces all slices that aren't `inside` by `fill_value`."""
+    """Replaces all slices not `inside` by `fill_value`."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     mask = lax.broadcast_in_dim(jnp.asarray(inside), out.shape, batch)
     return jnp.where(mask, out, jnp.asarray(fill_value, out.dtype))

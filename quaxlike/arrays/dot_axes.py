@@ -1,4 +1,4 @@
-"""The role of each axis in `dot_general`, and products between arrays with labelled axes."""
+"""Each axis's role in `dot_general`, and products between arrays with labelled axes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,15 +35,15 @@ class DotAxes(NamedTuple):
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
     """Determines each operand axis's role in `dot_general`, for use in rules.
 
-    Even for a product that was written as `w @ x`, a rule might be called with many different
-    `dimension_numbers`, as a result of transposes, `jax.vmap` and `jax.grad`.
+    Even for a product written as `w @ x`, a rule may be called with many different `dimension_numbers`, as a
+    result of transposes, `jax.vmap` and `jax.grad`.
 
     **Arguments:**
 
     - `w`, `x`: the operands, arrays or Values.
     - `dimension_numbers`: the parameter of `dot_general`, `((lhs contracting axes, rhs contracting axes),
         (lhs batch axes, rhs batch axes))`.
-    - `on_left`: whether `w` is the left operand and `x` the right one, as opposed to vice versa.
+    - `on_left`: whether `w` is the left operand and `x` the right one, rather than vice versa.
 
     **Returns:**
 
@@ -73,7 +73,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
 
 def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Returns the free axes in the order of the product, in which the left operand's axes come first."""
+    """Returns the free axes in the product's order: the left operand's axes come first."""
     return [*own, *other] if on_left else [*other, *own]
 
 
@@ -90,8 +90,7 @@ def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
     """Multiplies `x` and `y`, summing over labels not in `keep`. Also returns the result's labels."""
-    # If a label only occurs in one of the operands then sum over it beforehand, which makes the product
-    # smaller.
+    # If a label only occurs in one operand, sum over it beforehand: this makes the product smaller.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -114,7 +113,7 @@ def contract(
 def weight_product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
     """Multiplies by a weight, using `dense_matmul` if both operands are arrays.
 
-    Values are dispatched unchanged, since some of them only have rules for one side.
+    Values are dispatched unchanged, because some only have rules for one side.
     """
     plain = not any(is_value(value_of(each)) for each in (x, y))
     product = dense_matmul.dot_general if plain else jax.lax.dot_general
@@ -140,8 +139,8 @@ def common_dtype(*arrays: Any) -> Any:
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
-    # Rules run under the user's settings. If these ask for strict promotion, then without this our own
-    # computations would raise errors.
+    # Rules run under the user's settings. If these ask for strict promotion, our own computations would raise
+    # errors without this.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -152,7 +151,7 @@ def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
 
 
 def in_float32(dtype: Any) -> Any:
-    """Returns the dtype to compute in, which has at least float32 precision."""
+    """Returns the dtype to compute in, with at least float32 precision."""
     return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.float32))
 
 

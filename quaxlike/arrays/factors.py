@@ -1,7 +1,7 @@
-"""Factors for arrays that are made from several parts, and what we know about them during tracing.
+"""Factors for arrays made from several parts, and what is known about them during tracing.
 
-If we multiply an array by a factor, then distributing this over the parts is only exact if the factor is
-finite, and if every part has elements. The functions below detect the cases in which this doesn't hold.
+Distributing a factor over an array's parts is only exact if the factor is finite, and if every part has
+elements. The functions below detect when this doesn't hold.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from ..core import compat
 def is_infinite(y: Any) -> bool:
     """Returns whether a factor is known to be infinite or NaN.
 
-    Multiplying each term in a sum by such a factor could produce infinities with opposite signs, whose sum
-    is NaN.
+    Multiplying each term in a sum by this factor can give infinities with opposite signs, which add up to
+    NaN.
     """
     y = compat.literal_of(y)
     return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()
@@ -27,17 +27,17 @@ def is_infinite(y: Any) -> bool:
 def multiplies_nothing(x: Any, y: Any) -> bool:
     """Returns whether neither `x` nor its product with `y` has any elements.
 
-    In this case we mustn't multiply any nonempty part of `x`, since it might become infinite. Its gradient
-    would then be NaN rather than zero.
+    If so, we mustn't multiply any nonempty part of `x`: it may become infinite, and its gradient would then
+    be NaN rather than zero.
     """
     return 0 in x.shape and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
 
 
 def reciprocal(y: Any) -> Any:
-    """Returns `1 / y`, whose value is known during tracing if that of `y` is."""
+    """Returns `1 / y`, with a known value during tracing if `y` has one."""
     y = compat.literal_of(y)
     if isinstance(y, jax.core.Tracer):
         return 1 / y
-    # If we're called under `jax.jit` then the result would be traced without this.
+    # Without this, the result would be traced under `jax.jit`.
     with jax.core.eval_context():
         return 1 / jnp.asarray(y)

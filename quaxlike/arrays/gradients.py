@@ -1,7 +1,7 @@
-"""`gradients`: whether a part that's frozen by default receives gradients, and whether it's trained.
+"""`gradients`: whether a part frozen by default receives gradients, and whether it's trained.
 
-The possible values are ordered. Whenever two arrays are combined, we must keep the stronger,
-because otherwise we might freeze something that the user is training.
+The possible values are ordered. Always keep the stronger when combining two arrays: otherwise we may freeze
+something the user is training.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """Returns the strongest of these values. To be used whenever arrays are combined."""
+    """Returns the strongest of these values. Use this whenever arrays are combined."""
     return max(marks, key=_ORDER.index)
 
 
 def trained_if(train: bool) -> Gradients:
-    """Returns the value for a part that is either trained or frozen."""
+    """Returns the value for a trained or frozen part."""
     return "train" if train else "none"
 
 
@@ -35,7 +35,7 @@ class _TakesSwitches(type(ArrayValue)):
 
 
 class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
-    """An array with a part that is frozen by default, such as the base of an adapter, or block scales.
+    """An array with a part frozen by default, such as an adapter's base, or block scales.
 
     Version 0.1 had two boolean fields instead of `gradients`, which still occur in its files and pickles.
     """
@@ -65,15 +65,14 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
             return dict(fields)
         train, passes = cls.older_switches
         mark = fields.get("gradients", "none")
-        # An old file might only contain one of the two fields. In this case `gradients` determines the other
-        # one.
+        # An old file may only contain one of the two fields. If so, `gradients` determines the other one.
         trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
         kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
         return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}
 
     @classmethod
     def with_switches(cls, fields: dict[str, Any], gradients: Gradients = "none") -> dict[str, Any]:
-        """As `without_switches`, but warns about the old names, since these were passed by a caller."""
+        """As `without_switches`, but warns about old names: they were passed by a caller."""
         old = [name for name in cls.older_switches if name in fields]
         for name in old:
             _warn(cls, name)

@@ -1,4 +1,4 @@
-"""`Layout`: the output and input axes of a weight, and a string notation for them."""
+"""`Layout`: a weight's output and input axes, and a string notation for them."""
 
 import dataclasses
 from typing import Literal
@@ -10,23 +10,22 @@ _WINDOW = "dhw"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The output and input axes of a weight, counted from the end.
+    """A weight's output and input axes, counted from the end.
 
     A layout can also be written as a string with one letter per axis: `i` for inputs, `o` for outputs, `d`,
-    `h`, `w` for a convolution's window, and `v` for the rows of an embedding. For example, a linear
-    layer's weight is `"oi"` in PyTorch and Equinox, and `"io"` in Flax; `"ioo"` is a kernel with shape (in,
-    heads, dim); a convolution's kernel is `"hwio"` in Flax and `"oihw"` in PyTorch; and `"vo"` is an
-    embedding. Any additional leading axes are batch axes, e.g. of stacked layers or experts.
+    `h`, `w` for a convolution's window, and `v` for an embedding's rows. For example, a linear layer's weight
+    is `"oi"` in PyTorch and Equinox, and `"io"` in Flax; `"ioo"` is a kernel with shape (in, heads, dim); a
+    convolution's kernel is `"hwio"` in Flax and `"oihw"` in PyTorch; and `"vo"` is an embedding. Additional
+    leading axes are batch axes, e.g. of stacked layers or experts.
 
     **Arguments:**
 
-    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window counts as inputs,
-        and comes after the channels.
+    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window counts as inputs, after
+        the channels.
     - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"` (either
-        transposed, or with weights that aren't shared between positions); `"matrix"` for a weight that we
-        assume belongs to a linear layer, with shape `(out, in)` unless `fan_in_fan_out` reverses this;
-        `"unknown"` if we can't tell; `"other"` for an array that isn't necessarily a weight. Default:
-        `"linear"`.
+        transposed, or with weights that aren't shared between positions); `"matrix"` for a weight assumed to
+        belong to a linear layer, with shape `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if
+        we can't tell; `"other"` for an array that isn't necessarily a weight. Default: `"linear"`.
     """
 
     out_axes: tuple[int, ...]
@@ -74,16 +73,16 @@ class Layout:
 
     @property
     def is_known(self) -> bool:
-        """Whether we know which axes are outputs and inputs."""
+        """Whether the output and input axes are known."""
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the batch axes, followed by the output axes."""
+        """Returns the sizes of the batch axes, then the output axes."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the batch axes, followed by the input axes (the channels and then the
-        window, for a convolution).
+        """Returns the sizes of the batch axes, then the input axes (for a convolution: the channels, then the
+        window).
         """
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
 
@@ -93,8 +92,8 @@ class Layout:
         return tuple(size for i, size in enumerate(shape) if i not in matrix)
 
     def fits(self, shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-        """Returns whether a bias with this shape fits the weight: it should have the output axes, optionally
-        followed by axes of size 1.
+        """Returns whether a bias with this shape fits the weight, i.e. has the output axes, and then only
+        axes of size 1.
         """
         out = self.out_shape(shape)
         return bias[: len(out)] == out and set(bias[len(out) :]) <= {1}

@@ -1,7 +1,7 @@
-"""Rules that fuse two array types into a single product, if a kernel supports this.
+"""Rules fusing two array types into a single product, if a kernel supports this.
 
-Without any of these rules, redispatch would compute the same result by using separate products. So they are
-purely an optimisation, and nothing else is allowed to rely on them.
+They are purely an optimisation: without them, redispatch computes the same result by separate products.
+Nothing else may rely on them.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from .quantized.base import AbstractQuantizedArray
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
 def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **params: Any) -> Any:
-    """Multiplies by a quantised weight with an adapter, whose term is added to the kernel's accumulator."""
+    """Multiplies by a quantised weight with an adapter, adding its term to the kernel's accumulator."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
@@ -53,8 +53,8 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
 
 
 def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
-    """Returns whether the kernel supports this product, i.e. `x @ W.T` for a single matrix, with activations
-    and factors of the same dtype.
+    """Returns whether the kernel supports this product: `x @ W.T` for a single matrix, with activations and
+    factors of the same dtype.
     """
     if is_value(lora.a) or is_value(lora.b):
         return False
@@ -62,8 +62,8 @@ def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
     plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)
     if not (one_matrix and plain and lora.a.dtype == lora.b.dtype == x.dtype):
         return False
-    # The stored array must have contiguous rows, so the axis that is summed over (and which belongs to `a`)
-    # has to be stored last.
+    # The stored array must have contiguous rows, so the summed axis (which belongs to `a`) has to be stored
+    # last.
     (axis,) = summed
     w = lora.w
     by_rows = w.num_lead == 0 or (w.num_lead == 1 and w.joins(in_columns=False))

@@ -1,11 +1,11 @@
-"""The order in which rules for nested array types are tried if several match.
+"""The order of trying rules for nested array types if several match.
 
-Types with a higher precedence are tried first. If types are nested then these should be the outer ones, which
-apply the primitive to their contents. (If we were to try an inner type first instead, then it would need a
-rule for every possible outer type.) Any type that isn't listed has precedence 0.
+Types with a higher precedence are tried first. If types are nested, these should be the outer ones, which
+apply the primitive to their contents. (Inner types, if tried first, would need a rule for every possible
+outer type.) Any type not listed has precedence 0.
 """
 
-ADAPTED = -1  # for rules that handle any adapter, so that those for a specific type come first
+ADAPTED = -1  # for rules handling any adapter, so that those for a specific type come first
 SPARSE_BESIDE_VALUES = -1
 LORA = 1
 LORA_OF_CODES = LORA + 1

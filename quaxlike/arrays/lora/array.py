@@ -1,7 +1,7 @@
 """`LoraArray`: a weight with a low-rank adapter.
 
-The whole point of LoRA is to save memory. This means that neither `b @ a` nor its gradient is ever formed
-(unless the array is materialised), and so every rule operates on `w`, `a` and `b` separately.
+The whole point of LoRA is to save memory, so neither `b @ a` nor its gradient is ever formed (unless the
+array is materialised). Every rule operates on `w`, `a` and `b` separately.
 """
 
 import functools
@@ -43,41 +43,39 @@ from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 from ..gradients import Gradients
 from .matrices import factored
 
-# The label of the axis that `a` and `b` share. The axes of the whole array have labels 0, 1, ...
+# The label of the axis shared by `a` and `b`. The axes of the whole array have labels 0, 1, ...
 RANK = -1
 
 
 class LoraArray(AdaptedArray):
     """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
 
-    A product with this array is computed as a product with `w` and two thin products with `a` and `b`, so
-    that neither the sum nor its gradient is ever formed. Here `w` can be any Value; for example, if it's a
-    4-bit array then this is QLoRA.
+    A product with this array is computed as a product with `w` plus two thin products with `a` and `b`:
+    neither the sum nor its gradient is ever formed. `w` can be any Value, e.g. a 4-bit array (QLoRA).
 
-    Any additional leading axes are batch axes, which may be present in any of `w`, `a` and `b`. For example,
-    all three have the axis for stacked layers, whereas if several adapters share one base then only
-    `a` and `b` have an axis for these.
+    Additional leading axes are batch axes, in any of `w`, `a` and `b`. For example, all three have an axis
+    for stacked layers, whereas only `a` and `b` have an axis for several adapters sharing one base.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value with shape `(..., out, in)`. The LoraArray has its dtype.
     - `a`: shape `(..., rank, in)`.
     - `b`: shape `(..., out, rank)`.
-    - `alpha`: a number, or an array that only has batch axes, such that `scaling = alpha / rank`. This is
-        treated as a constant in differentiation. (It's a leaf, so changing it doesn't trigger recompilation.)
-        Default: the rank, so that `scaling` is 1.
+    - `alpha`: a number, or an array with only batch axes: `scaling = alpha / rank`. Treated as a constant in
+        differentiation. (It's a leaf, so changing it doesn't trigger recompilation.) Default: the rank, so
+        that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
     - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
-    - `magnitude`: shape `(..., out)`; the rows of the sum are rescaled to these norms (DoRA). The original
-        norms are treated as constants in differentiation. Default: None.
+    - `magnitude`: shape `(..., out)`; the sum's rows are rescaled to these norms (DoRA). The original norms
+        are treated as constants in differentiation. Default: None.
     - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
     - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
         should be propagated through it, without training it (this is set by arithmetic with traced arrays);
-        `"train"` if it should be trained as well. Default: `"none"`.
-    - `out_axes`, `in_axes`: the axes of this array that correspond to `b` and to `a` respectively, counted
-        from the end. For example, the kernel `(out, in, height, width)` of a convolution has `out_axes=(-4,)`
-        and `in_axes=(-3, -2, -1)`, whereas a weight stored as `(in, out)`, or an embedding, has
-        `out_axes=(-1,)` and `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
+        `"train"` if it should also be trained. Default: `"none"`.
+    - `out_axes`, `in_axes`: the axes of this array belonging to `b` and `a` respectively, counted from the
+        end. For example, a convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and
+        `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and
+        `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
 
     **Raises:**
 
@@ -105,8 +103,7 @@ class LoraArray(AdaptedArray):
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
-    # A record of the part of `w` that was moved by the initialisation (`inits.taken_by`), for use in files
-    # that don't include the base.
+    # What the initialisation moved out of `w` (`inits.taken_by`), for files that don't include the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
@@ -162,22 +159,21 @@ class LoraArray(AdaptedArray):
 
     @property
     def scaling(self) -> Any:
-        """Returns the factor that multiplies `b @ a`, or an array with one factor per adapter."""
+        """The factor of `b @ a`, or an array with one factor per adapter."""
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:
         """`scaling` in this dtype.
 
-        We can multiply an array with the same dtype by this without it being promoted.
+        Multiplying an array with this dtype doesn't promote it.
         """
         # Avoid dividing by zero.
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
-        # Divide in at least float32. This ensures that the result is only rounded once.
+        # Divide in at least float32, so that the result is only rounded once.
         wide = np.dtype(in_float32(dtype))
         divisor = np.full(self.alpha.shape, math.sqrt(self.rank) if self.rslora else self.rank, wide)
-        # NumPy arrays are concrete, which means that we still know the scaling when tracing. If it's 1, this
-        # allows us to skip it.
+        # NumPy arrays are concrete, so the scaling is known during tracing, and can be skipped if it's 1.
         if isinstance(self.alpha, np.ndarray):
             return (self.alpha.astype(wide) / divisor).astype(dtype)
         return cast(jax.lax.div(cast(constant(self.alpha), wide), divisor), dtype)
@@ -193,31 +189,27 @@ class LoraArray(AdaptedArray):
         total, delta = weight.astype(dtype), self.delta().astype(dtype)
         if self.magnitude is None:
             return self.with_base((total - delta).astype(weight.dtype))
-        # DoRA rescales the rows of the sum, which has to be undone before we can subtract the adapter.
+        # DoRA rescales the rows of the sum. Undo this before subtracting the adapter.
         scale, axes = row_scale(self)
         scale = arrange(scale, axes, range(self.ndim)).astype(dtype)
         base = total / jnp.where(scale == 0, jnp.ones_like(scale), scale) - delta
-        # Nothing in `weight` tells what a row was before it was multiplied by zero.
+        # A row multiplied by zero can't be recovered from `weight`.
         base = jnp.where(scale == 0, materialise(self.w).astype(dtype), base)
         return self.with_base(base.astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
-        """Returns whether this equals the base if all parts are zero: not for DoRA, or with dropout."""
+        """Returns whether this equals the base if all parts are zero: not for DoRA or with dropout."""
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, or by one scalar per row or column, provided that some part can
-        absorb it.
-        """
+        """Multiplies by a scalar, or by one scalar per row or column, if some part can absorb it."""
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
-            # This is the magnitude to which rows are rescaled, so there's no need to multiply the base or the
-            # adapter as well.
+            # Rows are rescaled to this magnitude, so there's no need to multiply the base or the adapter.
             return self.replace(magnitude=self.magnitude * cast(factor, self.magnitude.dtype))
         _, a_labels, b_labels = labels(self)
-        # It's enough to multiply one of `a` and `b`, provided that it has all axes along which the factor
-        # varies.
+        # It's enough to multiply one of `a` and `b`, provided it has all axes along which the factor varies.
         varying = [i for i, size in enumerate(factor.shape) if size != 1]
         name, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
         fits = set(varying) <= set(own) and all(factor.shape[i] == self.shape[i] for i in varying)
@@ -256,23 +248,19 @@ class LoraArray(AdaptedArray):
         if method == "linear":
             if len({x.rank for x in others}) > 1:
                 raise ValueError("method='linear' needs adapters of the same rank; found several")
-            # Each weight is divided evenly between the two factors.
+            # Divide each weight evenly between the two factors.
             halves = [(jnp.sqrt(abs(f)), jnp.sign(f) * jnp.sqrt(abs(f))) for f in factors]
             a = _sum(_times(x, x.a, a_labels, half) for (half, _), x in zip(halves, others, strict=True))
             b = _sum(_times(x, x.b, b_labels, half) for (_, half), x in zip(halves, others, strict=True))
         else:
-            # Concatenating along the rank results in the exact sum. The downside is that its rank is the sum
-            # of all ranks.
+            # Concatenating along the rank gives the exact sum, but its rank is the sum of all ranks.
             a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
             weighted = [_times(x, x.b, b_labels, f) for f, x in zip(factors, others, strict=True)]
             b = jnp.concatenate(weighted, axis=b_labels.index(RANK))
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """Resizes an axis.
-
-        For new entries, the adapter's change is the mean of its changes to the existing ones.
-        """
+        """Resizes an axis. The adapter's change to new entries is the mean of those to existing ones."""
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x
@@ -292,7 +280,7 @@ class LoraArray(AdaptedArray):
         return f"{type(self).__name__}[{kind}{dropout if self.dropout else ''}]"
 
     def delta(self) -> jax.Array:
-        """Materialises `scaling * (b @ a)`, with the axes in the same order as in this array."""
+        """Materialises `scaling * (b @ a)`, with axes in this array's order."""
         a, b = materialise((self.a, self.b))
         dtype = common_dtype(a, b)
         _, a_labels, b_labels = labels(self)
@@ -300,7 +288,7 @@ class LoraArray(AdaptedArray):
         return arrange(*scaled(self, *out), range(self.ndim))
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
-        """Pads to a common rank and common batch axes, and widens the base. This is trained if either is.
+        """Pads to a common rank and common batch axes, and widens the base (trained if either is).
 
         Materialises if the axes, or the kinds of adapter, differ.
         """
@@ -312,7 +300,7 @@ class LoraArray(AdaptedArray):
         if (x.rank, x.rslora) != (like.rank, like.rslora):
             x = padded_to(x, max(x.rank, like.rank))
         x = with_gradients(x, gradients_through(like, x))
-        # This is static, so both arrays must have the same one.
+        # Both arrays must have the same `taken`, because it's static.
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
@@ -322,7 +310,7 @@ class LoraArray(AdaptedArray):
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b, alpha=alpha)
 
     def _kind(self) -> Any:
-        """Returns everything that must agree for arrays to be widened without materialising."""
+        """Returns whatever must agree for arrays to be widened without materialising."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
 
@@ -331,7 +319,7 @@ def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 def _times(x: LoraArray, part: Any, own: Labels, factor: jax.Array) -> Any:
-    """Multiplies a part by a factor that has the same axes as `alpha`."""
+    """Multiplies a part by a factor with the same axes as `alpha`."""
     return part * cast(arrange(factor, labels_of(x)["alpha"], own), part.dtype)
 
 
@@ -339,7 +327,7 @@ def _times(x: LoraArray, part: Any, own: Labels, factor: jax.Array) -> Any:
 
 
 def scaled(lora: LoraArray, part: Any, own: Labels) -> tuple[Any, Labels]:
-    """Multiplies a part of a product by the scaling, first adding any batch axes that only `alpha` has."""
+    """Multiplies a part of a product by the scaling, first adding any batch axes of only `alpha`."""
     scaling = lora.scaling_in(part.dtype)
     if is_one(scaling):
         return part, own
@@ -369,13 +357,13 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
-    """Returns an equal array whose `scaling` is 1."""
+    """Returns an equal array with `scaling` 1."""
     b, _ = scaled(x, x.b, labels(x)[2])
     return x.replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """Pads the adapter to this rank with zeros. The result doesn't use rsLoRA, but has the same scaling."""
+    """Pads the adapter to this rank with zeros. Keeps the scaling, but doesn't use rsLoRA."""
     if x.rank == 0:
         alpha = number(rank, x.alpha.shape)
     else:
@@ -384,7 +372,7 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
     def pad(part: Any, own: Labels) -> Any:
         if rank == x.rank:
-            return part  # don't copy this, so that it's shared with `x`
+            return part  # share it with `x` rather than copying
         widths = [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own]
         return quaxify(lambda part: jnp.pad(part, widths))(part)
 
@@ -470,14 +458,14 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
     """Returns DoRA's factor for each row, `magnitude / norm`, and its labels.
 
-    A row of zeros has no direction, and hence no norm to divide by. Its factor is 1. (If it was 0, then
-    neither the magnitude nor `b` would receive gradients, so the row would stay zero in training.)
+    A row of zeros has no direction, and hence no norm to divide by. Its factor is 1. (With 0, neither the
+    magnitude nor `b` receives gradients, so the row stays zero in training.)
     """
     norm, out = row_norm(lora)
-    # Following the DoRA paper, we treat the norm as a constant in differentiation. This saves memory.
+    # As in the DoRA paper, treat the norm as a constant in differentiation. This saves memory.
     norm = frozen(norm)
     is_zero, one = norm == 0, jnp.ones_like(norm)
-    # Avoid dividing by zero, because `where` has NaN gradients if the branch that isn't chosen does.
+    # Avoid dividing by zero: `where` has NaN gradients if the branch not chosen does.
     magnitude = cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype)
     return quaxify(jnp.where)(is_zero, one, magnitude / jnp.where(is_zero, one, norm)), out
 
@@ -485,7 +473,7 @@ def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     """Returns the row norms of `w + s * b @ a`, and their labels.
 
-    This avoids forming the sum, by using |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
+    The sum isn't formed, because |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
     """
     w_labels, a_labels, b_labels = labels(lora)
     rows, into = b_labels[:-1], {lora.ndim + axis for axis in lora.in_axes}
@@ -494,7 +482,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)
     of_alpha = labels_of(lora)["alpha"]
     out = sorted({*rows, *w_labels, *a_labels, *of_alpha} - into - {RANK})
-    # The quadratic term sums over the rank twice, so we need a second label for it.
+    # The quadratic term sums over the rank twice, so this needs a second label.
     other = RANK - 1
     other_a = [other if i == RANK else i for i in a_labels]
     other_b = [other if i == RANK else i for i in b_labels]
@@ -505,12 +493,12 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     s = arrange(jnp.asarray(lora.scaling_in(dtype)), of_alpha, thin)
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
-    # Mathematically speaking this can't be negative, but rounding errors could make it slightly so.
+    # Rounding errors may make this slightly negative.
     return jnp.sqrt(jnp.maximum(squares, 0)), out
 
 
 class DropoutWarning(UserWarning):
-    """Issued if adapters with dropout are trained without a key, in which case dropout has no effect."""
+    """Issued if adapters with dropout are trained without a key, so that nothing is dropped."""
 
 
 def drops(lora: LoraArray) -> bool:
@@ -519,7 +507,7 @@ def drops(lora: LoraArray) -> bool:
 
 
 def warn_of_dropout(lora: LoraArray) -> None:
-    """Warns if an adapter with dropout but no key is being differentiated (and so presumably trained)."""
+    """Warns if an adapter with dropout but no key is being differentiated (so presumably trained)."""
     if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
         warnings.warn(
             f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "

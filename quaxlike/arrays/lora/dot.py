@@ -1,8 +1,8 @@
 """Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts.
 
-The result must have the dtype of a product with the base, no matter what the adapter's dtype is.
-Otherwise a float32 adapter would silently promote a bfloat16 model. So the adapter's contribution is computed
-in the wider dtype, and only cast once at the very end.
+The result must have the dtype of a product with the base, whatever the adapter's dtype. Otherwise a float32
+adapter would silently promote a bfloat16 model. So the adapter's contribution is computed in the wider dtype,
+and only cast once, at the very end.
 """
 
 import functools
@@ -25,13 +25,13 @@ from ..adapted_product import AdaptedProduct
 from ..dot_axes import Labels, arrange, cast, common_dtype
 from .array import RANK, LoraArray, drops, labels, row_scale, scaled, warn_of_dropout
 
-# This is tried before the rules for types with special storage (which are then applied to each part), and
-# after the rules for arrays with known contents (zeros).
+# Tried before the rules for types with special storage (which then apply to each part), and after the rules
+# for arrays with known contents (zeros).
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
-    # Do this outside of the cached trace, which wouldn't issue the warning a second time.
+    # Do this outside the cached trace, which wouldn't warn a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
             warn_of_dropout(operand)
@@ -72,7 +72,7 @@ def _with_factors(it: AdaptedProduct, a: Any, b: Any, x: Any, x_labels: Labels) 
     first = cast(first[0], dtype), first[1]
     keep = {*it.out, *then[1]}
     summed = {*it.own["alpha"]} - keep
-    if summed:  # an axis of adapters is summed over, so scale each of them beforehand
+    if summed:  # an axis of adapters is summed over, so scale each adapter beforehand
         first = scaled(lora, *first)
     thin, thin_labels = it.times(*first, cast(x, dtype), x_labels, keep, precision=params["precision"])
     if not summed:
@@ -83,7 +83,7 @@ def _with_factors(it: AdaptedProduct, a: Any, b: Any, x: Any, x_labels: Labels) 
 
 def _dora_product(it: AdaptedProduct, scale: Any, rows: Labels, w: Any, a: Any, b: Any, x: Any) -> Any:
     lora, x_labels = it.w, it.x_labels
-    if not {*rows} <= {*it.out}:  # rows are summed over, so we have to scale x instead
+    if not {*rows} <= {*it.out}:  # rows are summed over, so scale x instead
         # Integers would be rounded when multiplied by the scale.
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             x = cast(x, common_dtype(lora, x))
@@ -93,15 +93,15 @@ def _dora_product(it: AdaptedProduct, scale: Any, rows: Labels, w: Any, a: Any, 
     by_row = arrange(scale, rows, it.out)
     if not drops(lora):
         return multiply(_lora_product(it, w, a, b, x), by_row)
-    # As in PEFT, dropout only affects what is added to the output of the original layer. Note that this
-    # includes the effect of rescaling the base.
+    # As in PEFT, dropout only affects what is added to the original layer's output. This includes the effect
+    # of rescaling the base.
     y, x = _with_base(it, w, x, x_labels), dropped(lora, x)
     change = multiply(_with_base(it, w, x, x_labels), by_row - 1)
     return add(y, add(change, multiply(_with_factors(it, a, b, x, x_labels), by_row)))
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
-    """Returns whether only axes of `b` are summed over, in which case we multiply by `b` before `a`."""
+    """Returns whether only axes of `b` are summed over. If so, we multiply by `b` before `a`."""
     n = lora.ndim
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
@@ -114,7 +114,7 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
     return params | {"preferred_element_type": preferred, "out_sharding": None}
 
 
-# Arithmetic that keeps the dtype of the base, whatever the dtype of the adapter -------------------
+# Arithmetic that keeps the base's dtype, whatever the adapter's -----------------------------------
 
 
 def add(y: Any, z: Any) -> Any:
@@ -152,15 +152,14 @@ def _conv(
 ):
     """Convolves with `a`, which reduces to `rank` channels, and then pointwise with `b`.
 
-    For the gradient we reverse this order, since the kernel's inputs are then the outputs of the forward
-    pass.
+    For the gradient this order is reversed: the kernel's inputs are the outputs of the forward pass.
     """
     warn_of_dropout(lora)
     n, groups, dims = lora.ndim, feature_group_count, dimension_numbers
     out, into, *window = dims.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
-    # We support kernels with factors (rank, in, *window) and (out, rank), as well as their gradients, in
-    # which `in` and `out` are exchanged.
+    # Kernels with factors (rank, in, *window) and (out, rank) are supported, and so are their gradients, with
+    # `in` and `out` exchanged.
     backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
     ends = {RANK, out if backward else into, *window}
     if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
@@ -168,7 +167,7 @@ def _conv(
 
     scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
-        return NotImplemented  # the scale would vary across the window as well
+        return NotImplemented  # the scale would also vary across the window
 
     conv = functools.partial(
         primitive.bind, dimension_numbers=dims, feature_group_count=groups, batch_group_count=1
@@ -217,8 +216,7 @@ def _conv_with_factors(
         "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
         "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
     }  # fmt: skip
-    # Both kernels have the same axes as the base, except that in one of them the rank replaces `out`, and in
-    # the other one it replaces `in`.
+    # Both kernels have the base's axes, except that the rank replaces `out` in one, and `in` in the other.
     if backward:
         down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
         up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
@@ -265,8 +263,7 @@ def _ragged_dot(
         first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
         dtype = common_dtype(a, b, x)
         plain = params | {"preferred_element_type": None}
-        # If each expert has its own scaling then it's applied to the expert's factor, and otherwise to the
-        # thin result.
+        # Apply one scaling per expert to the expert's factor, but a single scaling to the thin result.
         part, by_expert = cast(first[0], dtype), bool(labels_of(lora)["alpha"])
         part = scaled(lora, part, first[1])[0] if by_expert else part
         thin = dot(cast(dropped(lora, x), dtype), part, first[1], summed, **plain)

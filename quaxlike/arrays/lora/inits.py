@@ -1,6 +1,6 @@
 """Adapter initialisations. Some also move a part of the base into the adapter.
 
-In either case, the adapted array is initially equal to the original weight.
+Either way, the adapted array is initially equal to the original weight.
 """
 
 import math
@@ -22,7 +22,7 @@ Init = Callable[[str, LoraArray, Any], LoraArray]
 
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """Initialises the adapter. `name` is the weight's name, and `kind` is the kind of layer."""
+    """Initialises the adapter. `name` is the weight's name, and `kind` the kind of layer."""
     out = _initialised(init, kind, name, lora, key)
     return out if out.w is lora.w else out.replace(taken=taken_by(init, out))
 
@@ -30,7 +30,7 @@ def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, k
 def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
     """Returns a record of what `init` subtracted from the base for this adapter.
 
-    If the initialisation is deterministic, then it can be recomputed from this record and the original base.
+    If the initialisation is deterministic, this record and the original base suffice to recompute it.
     """
     name = "a function" if callable(init) else init
     sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
@@ -38,7 +38,7 @@ def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
 
 
 def _known_scaling(lora: LoraArray) -> float | tuple[float, ...] | None:
-    """Returns the scaling as a Python number, or as a tuple for a stack of matrices. None if it is traced."""
+    """Returns the scaling as a Python number, or a tuple for a stack of matrices. None if it's traced."""
     if isinstance(lora.alpha, jax.core.Tracer):
         return None
     divisor = math.sqrt(lora.rank) if lora.rslora else lora.rank
@@ -61,7 +61,7 @@ def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray,
     )
 
 
-# -- initialisations that leave the base unchanged, such that the adapter adds zero
+# -- initialisations leaving the base unchanged: the adapter adds zero
 
 
 def _kaiming(name: str, lora: LoraArray, key: Any) -> LoraArray:
@@ -80,7 +80,7 @@ def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
     return lora.replace(b=jax.random.normal(key, lora.b.shape, lora.b.dtype))
 
 
-# -- initialisations that move a part of the base into the adapter, such that their sum is unchanged
+# -- initialisations moving a part of the base into the adapter: their sum is unchanged
 
 
 def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) -> LoraArray:
@@ -90,7 +90,7 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
     """
     w = dense_base(name, lora, "init='pissa'")
     u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
-    # Divide by the scaling, as the adapter is going to be multiplied by it.
+    # The adapter is going to be multiplied by the scaling, so divide by it.
     return _moved(lora, w, *halves(u, s / scaling_of(lora, s), vt))
 
 
@@ -103,7 +103,7 @@ def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """Returns the base as a matrix. Raises a `ValueError` if we can't subtract a part of it."""
+    """Returns the base as a matrix. Raises a `ValueError` if no part of it can be subtracted."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is of type "

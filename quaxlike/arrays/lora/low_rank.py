@@ -19,12 +19,11 @@ def as_lora(
 ) -> tuple[Any, tuple[float, float] | None]:
     """Returns the best LoRA approximation to an adapter, with at most this rank.
 
-    A fully trained array isn't low-rank, so it's returned unchanged.
+    Fully trained arrays aren't low-rank, and are returned unchanged.
 
     **Arguments:**
 
-    - `axes`: returns the weight's `out_axes` and `in_axes`. (This isn't called for a LoRA, which has its
-        own.)
+    - `axes`: returns the weight's `out_axes` and `in_axes`. (Not called for a LoRA, which has its own.)
 
     **Returns:** the adapter, and a pair of relative Frobenius norms: the approximation error relative to the
     change made by the adapter, and this change relative to the weight. The pair is None if the array is
@@ -32,7 +31,7 @@ def as_lora(
     """
     if isinstance(x, TransparentValue):
         return x, None
-    if hasattr(x, "composed"):  # a method that can be expressed as a LoRA
+    if hasattr(x, "composed"):  # a method expressible as a LoRA
         x = x.composed()
     is_plain = isinstance(x, LoraArray) and x.magnitude is None and not isinstance(x.w, AdaptedArray)
     lora: LoraArray = x if isinstance(x, LoraArray) else _without_rank(x, *axes())
@@ -41,7 +40,7 @@ def as_lora(
     lora = padded_to(lora, lora.rank)  # removes rsLoRA
     w = materialise(lora.w).astype(in_float32(lora.dtype))
     if is_plain:
-        # The change is already low-rank, so it doesn't have to be formed.
+        # The change is already low-rank, so don't form it.
         u, s, vt = _svd_of_factors(lora)
     else:
         whole = on_innermost(lambda _: w, x).merged()
@@ -72,12 +71,12 @@ def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[in
 
 
 def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the SVD of `scaling * b @ a`, which is never formed."""
+    """Returns the SVD of `scaling * b @ a`, without forming it."""
     dtype = in_float32(lora.a.dtype)
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
     b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
-    # Orthogonalise both factors. After this, all we need is the SVD of a small matrix, which is rank by rank.
+    # Orthogonalise both factors. This only leaves the SVD of a small matrix (rank by rank).
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
     core = jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
     core = scaling_of(lora, core, 2) * core
@@ -90,12 +89,12 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def is_other_bias(x: Any) -> bool:
-    """Returns whether this is an adapted bias which a LoRA can only represent as the adapter's own bias."""
+    """Returns whether a LoRA can only represent this adapted bias as the adapter's own bias."""
     return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
 
 
 def as_lora_bias(x: Any, lora: LoraArray) -> LoraBias:
-    """Converts the bias of a layer with weight `lora`, storing any change to it as the adapter's bias."""
+    """Converts a layer's bias, for the weight `lora`. Any change to it becomes the adapter's bias."""
     if isinstance(x, LoraBias):
         return x
     if not is_other_bias(x):

@@ -1,7 +1,7 @@
-"""Rules for the axes of a `LoraArray`, if these differ from the rules for all adapters (`axis_rules`).
+"""Rules for the axes of a `LoraArray`, where they differ from those for all adapters (`axis_rules`).
 
-Adapters with different ranks can be joined, including along outputs or inputs. The following are
-materialised: slices along the inputs of a DoRA, single rows, and rows looked up in an embedding.
+Adapters with different ranks can be joined, including along outputs or inputs. Slices along the inputs of a
+DoRA, single rows, and rows looked up in an embedding are materialised.
 """
 
 import functools
@@ -26,7 +26,7 @@ from .dot import add, multiply
 
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
-    """Materialises a single row or column. This is deliberate, as it's no longer a weight."""
+    """Materialises a single row or column, deliberately: it's no longer a weight."""
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
     if left & {*x.out_axes} and left & {*x.in_axes}:
         return NotImplemented
@@ -50,7 +50,7 @@ def _stack(*operands: LoraArray | ArrayLike, axis: int):
 
 
 def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
-    """Converts the operands to adapted arrays with the same axes, or returns None if this isn't possible."""
+    """Converts the operands to adapted arrays with the same axes. None if this isn't possible."""
     like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
     loras = [
         with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
@@ -61,7 +61,7 @@ def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
 
 
 def without_adapter(w: Any, like: LoraArray) -> LoraArray:
-    """Adds an adapter of rank 0 to `w`, whose gradients are propagated."""
+    """Adds an adapter of rank 0 to `w`, and propagates gradients to `w`."""
     sizes = dict(enumerate(w.shape)) | {RANK: 0}
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
@@ -75,24 +75,24 @@ def _in_a_row(loras: Sequence[LoraArray], join: Callable[..., Any], axis: int) -
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
         loras = [padded_to(x, rank).replace(dropout=0.0) for x in loras]
-    return join([x.replace(key=None) for x in loras], axis)  # dropout is zero for all of these
+    return join([x.replace(key=None) for x in loras], axis)  # dropout is zero for all
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     """Joins arrays along a matrix axis.
 
-    The result's rank is the sum of all ranks, since each adapter acts only on its own part.
+    The result's rank is the sum of all ranks: each adapter acts only on its own part.
     """
     parts = parts_of(loras[0])
     if loras[0].magnitude is not None and axis not in parts["b"]:
         return NotImplemented  # this would change the norms of the rows
     loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
-    # Pad each adapter with zeros, which means that it has its own range of the common rank.
+    # Pad each adapter with zeros, so that it has its own range of the common rank.
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank
-    # The factor that has this axis becomes block diagonal, and the other one is concatenated along the rank.
+    # The factor with this axis becomes block diagonal. Concatenate the other one along the rank.
     fused: dict[str, Any] = {}
     for name, own in parts.items():
         arrays = [getattr(x, name) for x in (padded if axis in own and RANK in own else loras)]
@@ -101,13 +101,13 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 
 def statics(x: LoraArray) -> Any:
-    """Returns the static values that must agree for adapters to be stacked."""
+    """Returns the static values that must agree for stacking adapters."""
     return x.rank, x.rslora, x.dropout
 
 
 @register(["slice", "dynamic_slice", "split"])
 def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: Any):
-    """Slices the inputs of a DoRA. Its norms are for whole rows, so the result is materialised."""
+    """Slices the inputs of a DoRA. Its norms are those of whole rows, so the result is materialised."""
     if x.magnitude is None:
         return NotImplemented
     pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))
@@ -130,7 +130,7 @@ def _gather(x: LoraArray, indices: ArrayLike, **params: Any):
 
 
 def _rows(x: LoraArray, lookup: Lookup) -> Any:
-    """Gathers rows from the base and both factors, which are then multiplied."""
+    """Gathers rows from the base and both factors, then multiplies the factors."""
     w_labels, a_labels, b_labels = labels(x)
     out = lookup.out
 

@@ -1,4 +1,4 @@
-"""Arrays that can be trained alongside adapters: whole arrays, some rows of an embedding, and biases."""
+"""Arrays trained alongside adapters: whole arrays, some rows of an embedding, and biases."""
 
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -31,7 +31,7 @@ from .dot import add
 class TransparentValue(AdaptedArray):
     """An adapted array that behaves like a plain array in every computation."""
 
-    # This follows from the contents, so it isn't stored in a model's files.
+    # This follows from the contents, so don't store it in a model's files.
     gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
@@ -41,13 +41,13 @@ class TransparentValue(AdaptedArray):
         def under(values: Any) -> Any:
             return [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
 
-        # If the same array occurs several times, then it's only materialised once.
+        # An array occurring several times is only materialised once.
         plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
 
 class TrainableArray(TransparentValue):
-    """An array that is fully trained, within an otherwise frozen model.
+    """A fully trained array within an otherwise frozen model.
 
     This is inserted by `loraify(..., modules_to_save=...)`, and by its argument `bias=`.
 
@@ -87,7 +87,7 @@ class TrainableArray(TransparentValue):
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
     def widen(self, like: Value) -> Any:
-        return NotImplemented  # only its values are allowed to change
+        return NotImplemented  # only its values may change
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return leading_axes([(self.array, True)])
@@ -97,15 +97,15 @@ class TrainableArray(TransparentValue):
 
 
 class LoraBias(TransparentValue):
-    """The bias of a layer whose adapter has a bias too: `w + scaling * b`, where `b` is trained.
+    """The bias of a layer with an adapter that also has a bias: `w + scaling * b`, with trained `b`.
 
     This is inserted by `loraify(..., lora_bias=True)`.
 
     **Arguments:**
 
-    - `w`: the layer's bias, which is frozen unless it's a `TrainableArray`. None if the layer has no bias.
+    - `w`: the layer's bias, frozen unless it's a `TrainableArray`. None if the layer has no bias.
     - `b`: the adapter's bias.
-    - `scaling`: the adapter's scaling, which is treated as a constant in differentiation.
+    - `scaling`: the adapter's scaling, treated as a constant in differentiation.
     """
 
     b: Any
@@ -120,7 +120,7 @@ class LoraBias(TransparentValue):
         return self._sum(self.base)
 
     def merged(self) -> jax.Array:
-        """Returns the sum, which has gradients with respect to both parts."""
+        """Returns the sum, with gradients with respect to both parts."""
         return self._sum(self.w)
 
     def unmerged(self, weight: jax.Array) -> "LoraBias":
@@ -135,7 +135,7 @@ class LoraBias(TransparentValue):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         parts = [x for x in (self.w, self.b) if x is not None]
-        # A single scaling is that of all rows. So is a bias that several adapters share.
+        # A single scaling applies to all rows, and so does a bias shared by several adapters.
         rows = [(x, x.ndim == self.ndim) for x in parts]
         return leading_axes([*rows, (self.scaling, np.ndim(self.scaling) > 0)])
 
@@ -149,19 +149,19 @@ class LoraBias(TransparentValue):
 
 
 class TrainableRows(TransparentValue):
-    """A frozen matrix in which trained rows replace some rows.
+    """A frozen matrix with some rows replaced by trained ones.
 
-    This is inserted by `loraify(..., trainable_token_indices=...)`, in order to train the embeddings of a few
-    tokens, such that an adapter's file only contains these. Lookups only read the requested rows. A
-    product (e.g. in an output layer that is tied to an embedding) is computed as one product with the matrix
-    and another with the rows, so that neither the combined matrix nor its gradient is ever formed. All other
-    computations use the combined matrix.
+    This is inserted by `loraify(..., trainable_token_indices=...)`, to train the embeddings of a few tokens,
+    so that an adapter's file contains only these. Lookups only read the requested rows. A product (e.g. in an
+    output layer tied to an embedding) is computed as one product with the matrix and another with the rows:
+    neither the combined matrix nor its gradient is ever formed. All other computations use the combined
+    matrix.
 
     **Arguments:**
 
     - `w`: the matrix, `(n, size)`.
     - `rows`: the trained rows, `(len(indices), size)`.
-    - `indices`: the indices of the rows that are replaced, without duplicates.
+    - `indices`: the indices of the replaced rows, without duplicates.
     - `transposed`: whether this represents the transposed matrix, `(size, n)`. Either way, `w` and `rows` are
         stored as above. Default: False.
     """
@@ -199,7 +199,7 @@ class TrainableRows(TransparentValue):
         return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
-        """Returns the matrix, in which rows have been replaced by the trained ones."""
+        """Returns the matrix, including the trained rows."""
         return self.materialise()
 
     def unmerged(self, weight: jax.Array) -> "TrainableRows":
@@ -238,7 +238,7 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
     start = jnp.asarray(start)
     # Look up each index amongst the trained rows.
     known = jnp.asarray(x.indices, start.dtype).reshape((1,) * (start.ndim - 1) + (-1,))
-    # `lax.gather` clips the indices of the base, so we have to do the same.
+    # Clip like `lax.gather` does for the base.
     at = jnp.clip(start, 0, n - 1) if params["mode"] == lax.GatherScatterMode.CLIP else start
     same = at == known  # the last axis of `start` has size one
     own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
@@ -261,9 +261,9 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    """Multiplies by both parts. If rows are summed over, then each part only uses its entries of `other`.
+    """Multiplies by both parts. If rows are summed over, each part only uses its entries of `other`.
 
-    Otherwise, we compute both products in full, and then overwrite entries in the first from the second.
+    Otherwise, both products are computed in full, and the second overwrites entries in the first.
     """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:
@@ -278,8 +278,7 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
-            # Set the entries for the trained rows to zero. Otherwise these would be multiplied by the base as
-            # well.
+            # Zero the entries for the trained rows. Otherwise these are also multiplied by the base.
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
             return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)

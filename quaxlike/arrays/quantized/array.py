@@ -1,7 +1,7 @@
-"""The quantised types: NF4, FP4, int4, int8, arbitrary block formats, and a cache that can be updated.
+"""The quantised types: NF4, FP4, int4, int8, arbitrary block formats, and an updatable cache.
 
-NF4 and FP4 are bit-for-bit identical to bitsandbytes, so that files can be exchanged. Any change to rounding,
-nibble order or block layout would break this.
+NF4 and FP4 are bit-for-bit identical to bitsandbytes, so that files can be exchanged. Changing rounding,
+nibble order or block layout breaks this.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -49,14 +49,14 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _C:
-        """Creates an array from codes and scales as they are stored in files, i.e. without leading axes.
+        """Creates an array from codes and scales as stored in files, i.e. without leading axes.
 
         **Arguments:**
 
         - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
         - `scale`: one scale for each block of `block_size` codes.
         - `shape`: the shape of the array.
-        - `block_size`: the number of codes that share a scale.
+        - `block_size`: the number of codes sharing a scale.
         - `dtype`: the logical dtype.
         - `train_scales`: whether the scales should be trained.
         """
@@ -70,17 +70,17 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         largest = np.float32(cls.largest)
 
         def encode(row: Array) -> tuple[Array, Any]:
-            # The kernel quantises to values of magnitude at most 1, so we normalise tables with larger
-            # values, and adjust the scales accordingly.
+            # The kernel quantises to values of magnitude at most 1, so normalise tables with larger values,
+            # and adjust the scales accordingly.
             codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
             return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
 
         return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
-        """Inverts `from_flat`, by converting the codes to a single row of bytes.
+        """Inverts `from_flat`: converts the codes to a single row of bytes.
 
-        Returns None if this isn't possible, for example because nested scales can't be merged.
+        Returns None if this isn't possible, e.g. because nested scales can't be merged.
         """
         if self.axes or (self.num_lead and not self.joins(in_columns=True)):
             return None
@@ -92,7 +92,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
 
 
 class NF4Array(AbstractCodebookArray):
-    """A 4-bit NormalFloat array, which is bit-for-bit identical to bitsandbytes.
+    """A 4-bit NormalFloat array, bit-for-bit identical to bitsandbytes.
 
     Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
     """
@@ -110,14 +110,14 @@ class FP4Array(AbstractCodebookArray):
 
 
 class Int4Array(AbstractCodebookArray):
-    """A 4-bit integer array, which stores integers from -7 to 7 and one scale per block."""
+    """A 4-bit integer array: integers from -7 to 7, and one scale per block."""
 
     codec, codebook = CODECS["int4"], blockwise.INT4
     largest = 7.0
 
 
 class Int8Array(AbstractQuantizedArray):
-    """An 8-bit integer array, which stores integers from -127 to 127 and one scale per channel or block."""
+    """An 8-bit integer array: integers from -127 to 127, and one scale per channel or block."""
 
     codec, order = CODECS["int8"], None
 
@@ -129,19 +129,19 @@ class Int8Array(AbstractQuantizedArray):
 
 
 class BlockArray(AbstractQuantizedArray):
-    """An array in any published block format, where a codec specifies how to decode the codes and scales.
+    """An array in any published block format. A codec specifies how to decode the codes and scales.
 
-    This is usually created by `quantize`, or read from a file by `quaxlike.lm.read`. As with all quantised
+    This is usually created by `quantize`, or read from a file by `quaxlike.lm.read`. As for all quantised
     arrays, products on either side, transposing, slicing and stacking don't change the codes.
 
     **Arguments:**
 
     - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; or int8 for the codec `int8`.
     - `scale`: `BlockScales` with the same leading axes.
-    - `order`: if columns are sorted (as for GPTQ's act-order, which makes each block contiguous), then the
-        logical column of each stored column, `(*lead, columns)`. The array's first inner axis is then an axis
-        of rows, which share this order and can't be separated. None if columns are in their original order.
-    - `codec`: the format in which codes, scales and zeros are stored.
+    - `order`: if columns are sorted (as for GPTQ's act-order, which makes each block contiguous), each stored
+        column's logical column, `(*lead, columns)`. The array's first inner axis is then an axis of rows,
+        which share this order and can't be separated. None if columns are in their original order.
+    - `codec`: the format of codes, scales and zeros.
     - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as for all quantised arrays.
     """
 
@@ -163,19 +163,19 @@ class BlockArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _B:
-        """Creates an array from scales and codes, with one code per byte. This is used for reading files.
+        """Creates an array from scales and codes, with one code per byte. For reading files.
 
         **Arguments:**
 
         - `codes`: `(*lead, n)` uint8; with `order`, `(*lead, rows, n)`.
         - `scale`: scales with the same leading axes as `codes`, including rows.
         - `codec`, `block_size`: the format of these.
-        - `order`: `(*lead, n)`, the logical column of each stored column.
+        - `order`: `(*lead, n)`, each stored column's logical column.
         - `count`: the number of codes per row, if `codes` are already packed.
         - `dtype`: the logical dtype.
         - `train_scales`: whether floating-point scales should be trained.
         """
-        # Rows that share an order have to stay together, so they become an inner axis, which can't be sliced.
+        # Rows sharing an order have to stay together, so they become an inner axis, which can't be sliced.
         inner = (*codes.shape[-1 if order is None else -2 : -1], codes.shape[-1] if count is None else count)
         packed = codes if count is not None else codec.pack(codes)
         if order is not None:
@@ -204,12 +204,12 @@ class BlockArray(AbstractQuantizedArray):
 
 
 class CacheArray(AbstractQuantizedArray):
-    """A quantised array that can be updated, such as a key cache.
+    """An updatable quantised array, such as a key cache.
 
     `dynamic_update_slice` only rounds the update. All other codes and scales remain unchanged, so rounding
-    errors don't accumulate as you append to a cache. Note that if the update only covers part of the last
-    axis (along which elements share scales) then the array is materialised, as for all other quantised
-    arrays. Use `empty` to create one.
+    errors don't accumulate as you append to a cache. If the update only covers part of the last axis (along
+    which elements share scales) then the array is materialised, as for all other quantised arrays. Use
+    `empty` to create one.
 
     **Arguments:** as for [`quaxlike.BlockArray`][].
     """
@@ -230,7 +230,7 @@ class CacheArray(AbstractQuantizedArray):
         **Arguments:**
 
         - `shape`: the shape of the array. Blocks run along the last axis.
-        - `codec`: the format in which to store it, as for `quantize`.
+        - `codec`: the storage format, as for `quantize`.
         - `dtype`: the logical dtype.
 
         !!! example
@@ -246,13 +246,13 @@ class CacheArray(AbstractQuantizedArray):
             ```
         """
         block = find_codec(cls, codec).block
-        # If the axis is smaller than the block size of the codec then a single block covers all of it.
+        # If the axis is smaller than the codec's block size then a single block covers all of it.
         block = None if block is None or block >= shape[-1] else block
 
         def make(x: Any) -> Any:
             return cls.quantize(x, codec=codec, block_size=block)
 
-        # Only compute shapes, since the dense array of a long cache might not fit into memory.
+        # Only compute shapes: the dense array of a long cache may not fit into memory.
         of = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
 

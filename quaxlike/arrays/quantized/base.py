@@ -1,14 +1,14 @@
-"""The base class of quantised arrays: how codes and scales are laid out, and which operations this permits.
+"""The base class of quantised arrays: the layout of codes and scales, and the operations it permits.
 
-The *stored* array is the logical array, with its axes in the order in which they were quantised. Both leaves
-have its leading axes. Its trailing axes are flattened in row-major order to give the last axis of `codes`,
-along which it is divided into blocks:
+The *stored* array is the logical array, with its axes in the order of quantisation. Both leaves have its
+leading axes. Flattening its trailing axes in row-major order gives the last axis of `codes`, which is divided
+into blocks:
 
     stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
 
-This means that `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding can all act on the
-leading axes of the leaves, and the logical shape follows from these. Importantly, the same is *not* true of
-the inner axes: blocks can cross these, so cutting one would pair codes with the wrong scales.
+So `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding can all act on the leaves' leading
+axes, and the logical shape follows from these. This is *not* true of the inner axes: blocks can cross these,
+so cutting one would pair codes with the wrong scales.
 """
 
 import abc
@@ -57,33 +57,33 @@ class AbstractQuantizedArray(GradientsArray):
 
     This is usually created by `quantize`, and behaves like an array of dtype `logical_dtype`. `dot_general`
     uses the stored codes directly, in either direction and on either side; transposing, slicing, stacking,
-    and reshaping whole blocks don't requantise. Any operation that isn't possible on codes materialises the
-    array, with a [`quaxlike.MaterialisationWarning`][].
+    and reshaping whole blocks don't requantise. Any operation not possible on codes materialises the array,
+    with a [`quaxlike.MaterialisationWarning`][].
 
     **Arguments:**
 
-    - `codes`: `(*lead, n)` bytes, which are packed as specified by the codec.
+    - `codes`: `(*lead, n)` bytes, packed as specified by the codec.
     - `scale`: `(*lead, blocks)` float32; or [`NestedScales`][quaxlike.arrays.quantized.NestedScales], or
         [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
-    - `block_size`: the number of codes that share a scale; None for the whole last axis.
-    - `inner`: the trailing axes, which are flattened into the last axis of `codes`; None for a single axis,
-        whose size is the number of codes.
+    - `block_size`: the number of codes sharing a scale; None for the whole last axis.
+    - `inner`: the trailing axes flattened into the last axis of `codes`; None for a single axis with one
+        element per code.
     - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
-    - `logical_dtype`: the dtype of the logical array.
+    - `logical_dtype`: the logical array's dtype.
     - `gradients`: `"none"` if the scales should be treated as constants in differentiation; `"pass"` if
-        gradients should be propagated through them, without training them (this is set by multiplying by a
-        traced factor); `"train"` if they should be trained as well.
-    - `activations`: if this is `"int8"` or `"fp8"` then the other operand of a product is rounded, row by
-        row, so that codes are multiplied by codes. If this is None then it isn't rounded.
-    - `input_limit`: with `activations`, the magnitude that is represented by the largest code of the other
-        operand; anything larger is clipped. If this is None then we use the maximum of each row.
-    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
-        from codes as well.
-    - `compute`: if this is `"int8"` then products on a CPU round the other operand to 8 bits, in blocks of 32
-        that each have a scale, and multiply bytes, as llama.cpp does. If this is `"bfloat16"` then products
-        round both operands to bfloat16, and add in float32. Gradients are straight-through: they are those of
-        the product without rounding, and aren't rounded themselves. Nor are products that contract an axis
-        other than the one along which blocks run. None: the other operand isn't rounded.
+        gradients should be propagated through them, without training them (set by multiplying by a traced
+        factor); `"train"` if they should also be trained.
+    - `activations`: with `"int8"` or `"fp8"`, the other operand of a product is rounded, row by row, so that
+        codes are multiplied by codes. With None, it isn't rounded.
+    - `input_limit`: with `activations`, the magnitude represented by the other operand's largest code;
+        anything larger is clipped. None: the maximum of each row.
+    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
+        computed from codes.
+    - `compute`: with `"int8"`, products on a CPU round the other operand to 8 bits, with one scale per block
+        of 32, and multiply bytes, as llama.cpp does. With `"bfloat16"`, products round both operands to
+        bfloat16, and add in float32. Gradients are straight-through: they are those of the product without
+        rounding, and aren't rounded themselves. Nor are products contracting an axis other than the one
+        blocks run along. None: the other operand isn't rounded.
     """
 
     on_materialise = "warn"
@@ -128,35 +128,33 @@ class AbstractQuantizedArray(GradientsArray):
     ) -> _Q:
         """Quantises an array to the nearest codes, one block at a time.
 
-        llama.cpp's codecs and MXFP4 search for the scales with the smallest squared error, whereas all other
-        codecs choose scales that cover the range of each block.
+        llama.cpp's codecs and MXFP4 search for the scales with the smallest squared error; all other codecs
+        choose scales covering each block's range.
 
         **Arguments:**
 
-        - `x`: any floating dtype, which becomes the logical dtype. We always compute in float32.
+        - `x`: any floating dtype, which becomes the logical dtype. Computed in float32.
         - `codec`: the format, for [`BlockArray`][quaxlike.BlockArray] only: a codec, or its name in the table
             of codecs (`quaxlike.arrays.quantized.CODECS`). Default: `"int4_block"`.
-        - `block_size`: the number of elements along `axis` that share a scale; the last block can be smaller.
+        - `block_size`: the number of elements along `axis` sharing a scale; the last block can be smaller.
             NF4, FP4 and int4 accept any power of two from 32 to 4096; they flatten the array, so their blocks
-            can cross rows. Default: the codec's, which is 64 for these three, and one scale per channel for
-            int8.
-        - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default: False.
-        - `axis`: the axis along which blocks run; for a weight, the one that is contracted. Default: -1.
-        - `stacked`: the number of leading axes that stack arrays to be quantised separately, for use with
+            can cross rows. Default: the codec's, i.e. 64 for these three, and one scale per channel for int8.
+        - `double_quant`: whether NF4, FP4 and int4 also store their scales in 8 bits. Default: False.
+        - `axis`: the axis that blocks run along; for a weight, the contracted one. Default: -1.
+        - `stacked`: the number of leading axes stacking arrays to be quantised separately, for use with
             `vmap` or `lax.scan`. Default: 0.
         - `train_scales`: whether floating-point scales should be trained. Default: False.
         - `importance`: weights for the squared errors along `axis`, for codecs that search for scales. For a
-            layer's weight this should be the mean squares of its inputs (llama.cpp's importance matrix). Pass
-            a vector, or one vector for each array in a stack. Default: all equal.
-        - `compute`: `"int8"` or `"bfloat16"` for products that round the other operand, as described above.
+            layer's weight, use the mean squares of its inputs (llama.cpp's importance matrix). Pass a vector,
+            or one vector for each array in a stack. Default: all equal.
+        - `compute`: `"int8"` or `"bfloat16"` if products should round the other operand, as described above.
             Default: the other operand isn't rounded.
 
         **Returns:** the quantised array, with the same shape and dtype as `x`.
 
         **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
         other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
-        search for scales; for a `compute` that the codec does not have. `TypeError` if `x` is not
-        floating-point.
+        search for scales; for a `compute` the codec does not have. `TypeError` if `x` is not floating-point.
 
         !!! example
 
@@ -192,7 +190,7 @@ class AbstractQuantizedArray(GradientsArray):
     def encoded(
         self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
     ) -> tuple[Array, Any]:
-        """Quantises rows of the stored array to the format of this array, e.g. after updating its values."""
+        """Quantises rows of the stored array to this array's format, e.g. after updating its values."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
@@ -239,7 +237,7 @@ class AbstractQuantizedArray(GradientsArray):
     def _encode(
         cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
     ) -> tuple[Array, Any]:
-        """Quantises rows to packed codes, and to scales that are `nested`, or have the dtypes in `like`."""
+        """Quantises rows to packed codes, and to scales (`nested`, or with the dtypes in `like`)."""
 
     # The logical array
 
@@ -280,12 +278,12 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The axes that are flattened into the last axis of `codes`."""
+        """The axes flattened into the last axis of `codes`."""
         return (self.codes.shape[-1] * 8 // self.codec.bits,) if self.inner is None else self.inner
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The number of rows in the last axis (just one unless rows share an order), and of codes per row."""
+        """The number of rows in the last axis (one unless rows share an order), and of codes per row."""
         inner = self.inner_shape
         return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
@@ -295,45 +293,45 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """The stored axis that corresponds to each logical axis."""
+        """The stored axis of each logical axis."""
         kept = len(self.stored_shape) - len(self.axes)
         return (*range(kept), *(kept + axis for axis in self.axes))
 
     @property
     def block(self) -> int:
-        """The number of codes that share a scale."""
+        """The number of codes sharing a scale."""
         return self.matrix[1] if self.block_size is None else self.block_size
 
     @property
     def parts(self) -> Any:
-        """The leaves for `matmul`, as a pytree. If scales are frozen then this applies `stop_gradient`."""
+        """The leaves for `matmul`, as a pytree, with `stop_gradient` applied if scales are frozen."""
         leaves = self.codes, self.scale, self.order
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """Returns the scales as used by the codec. If they are frozen then this applies `stop_gradient`."""
+        """Returns the scales as used by the codec, with `stop_gradient` applied if they are frozen."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Returns whether the leading axes can be merged into one large matrix, either as additional rows or
-        (if `in_columns` is set) as additional columns.
+        """Returns whether the leading axes can be merged into one large matrix, as additional rows or (if
+        `in_columns` is set) columns.
         """
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
         return self.codec.cuts(self.matrix[1], self.block)
 
     def joined(self: _Q) -> _Q:
-        """Converts to a form whose leading axes can be merged into one large matrix.
+        """Converts to a form in which the leading axes can be merged into one large matrix.
 
-        Nested scales belong to a single matrix, so these are decoded.
+        This decodes nested scales, which belong to a single matrix.
         """
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     @property
     def is_sum(self) -> bool:
-        """Whether elements are sums of separately scaled terms, so that infinite factors can produce NaN."""
+        """Whether elements are sums of separately scaled terms, so that infinite factors can give NaN."""
         return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
 
     @property
@@ -342,7 +340,7 @@ class AbstractQuantizedArray(GradientsArray):
         return self.gradients != "none"
 
     def with_gradients(self: _Q, gradients: Gradients) -> _Q:
-        """Sets at least these `gradients`. Note that scales that have already been frozen stay frozen."""
+        """Sets at least these `gradients`. Scales already frozen stay frozen."""
         gradients = strongest(self.gradients, gradients)
         if gradients == self.gradients:
             return self
@@ -359,9 +357,9 @@ class AbstractQuantizedArray(GradientsArray):
     def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
         """Reshapes the stored array to `first + inner`, with as few inner axes as possible.
 
-        An axis must be an inner one if slicing along it would cut blocks. (If scales are nested then this is
-        the case for all inner axes, because nested blocks cross rows.) If a row is split, then a scale that
-        applies to the whole row is repeated for each part of it.
+        An axis must be an inner one if slicing along it cuts blocks. (With nested scales, this includes all
+        inner axes, because nested blocks cross rows.) If a row is split, then a scale for the whole row is
+        repeated for each part.
         """
         count, block, cuts = math.prod(inner), self.block, self.codec.cuts
         shared = self.block_size is None and count == self.matrix[1] > 0
@@ -394,7 +392,7 @@ class AbstractQuantizedArray(GradientsArray):
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
-        """Returns slice `i` along the first stored axis. We materialise this slice if it would cut blocks."""
+        """Returns slice `i` along the first stored axis, materialised if it cuts blocks."""
         if self.num_lead:
             part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
@@ -403,7 +401,7 @@ class AbstractQuantizedArray(GradientsArray):
     # Its values
 
     def rows_of_codes(self) -> tuple[Any, BlockScales]:
-        """Returns the codes and scales, with an additional axis for rows if these share an `order`."""
+        """Returns the codes and scales, with an additional axis for rows sharing an `order`."""
         codes, scales = self.codes, self.block_scales()
         if self.order is None:
             return codes, scales
@@ -427,7 +425,7 @@ class AbstractQuantizedArray(GradientsArray):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its own rows. We can split these as well, if devices don't share any blocks.
+        # Each device decodes its own rows. Rows can also be split, if devices don't share any blocks.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
 
         def last(j: Any, leaf: Any) -> Any:
@@ -449,7 +447,7 @@ class AbstractQuantizedArray(GradientsArray):
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
         """Materialises slices of the stored array along its first axis, `(*batch, *stored_shape[1:])`.
 
-        Note that this must be an inner axis. (For a leading axis, we can just index the leaves instead.)
+        This must be an inner axis. (For a leading axis, just index the leaves instead.)
         """
         codes, scales = self.rows_of_codes()
         shape = self.stored_shape[1:]
@@ -481,18 +479,18 @@ class AbstractQuantizedArray(GradientsArray):
         low_rank: Sequence[Array] = (),
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """Computes `x @ W.T` (`x @ W` if `transpose` is set), where the stored matrix `W` has this `shape`.
+        """Computes `x @ W.T` (`x @ W` if `transpose` is set), for a stored matrix `W` with this `shape`.
 
         **Arguments:**
 
-        - `parts`: the leaves of `W`, whose leading axes are merged into the matrix (nested scales have none).
-            Only static fields are used from `self`.
-        - `low_rank`: the factors of adapters, whose products are added.
+        - `parts`: the leaves of `W`. Their leading axes are merged into the matrix (nested scales have none).
+            Only static fields of `self` are used.
+        - `low_rank`: the factors of adapters; their products are added.
         """
         codes, scale, order = parts
         found = self._for_kernels(parts, shape)
         if found is None:
-            # Each row of the matrix is only part of a row of codes. (In practice this is rare for weights.)
+            # Each row of the matrix is only part of a row of codes. (This is rare for weights.)
             if self.compute == "int8" and not transpose and math.prod(shape):
                 raise ValueError(
                     f"compute='int8' takes matrices that have rows of codes; found one of shape {shape}, of "
@@ -527,11 +525,11 @@ class AbstractQuantizedArray(GradientsArray):
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
     def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        """Returns the leaves and the decoder for kernels; None unless the matrix's rows are rows of codes."""
+        """Returns the leaves and the decoder for kernels. None unless the matrix's rows are rows of codes."""
         codes, scale, order = parts
         if self.flattens:
             block = self.block
-            # If blocks don't cross rows then keep rows of codes separate, which allows us to shard them.
+            # If blocks don't cross rows, keep rows of codes separate, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
 
             def flat(leaf: Any, size: Any) -> Any:
@@ -564,7 +562,7 @@ class AbstractQuantizedArray(GradientsArray):
     def widen(self: _Q, like: Value) -> _Q | Array:
         """Propagates gradients to the scales, or converts them to float32, if this was done for `like`.
 
-        We materialise if the layouts differ, because then the same codes wouldn't have the same meaning.
+        Materialises if the layouts differ, so that the same codes have different meanings.
         """
         if not isinstance(like, AbstractQuantizedArray):
             return self
@@ -583,11 +581,11 @@ class AbstractQuantizedArray(GradientsArray):
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
-        """Returns the properties that are changed by multiplying by a factor."""
+        """Returns the properties changed by multiplying by a factor."""
         return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def _layout(self) -> Any:
-        """Returns the properties that determine the meaning of codes, in a form that can be compared."""
+        """Returns the properties determining the meaning of codes, for comparison."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
@@ -609,7 +607,7 @@ class AbstractQuantizedArray(GradientsArray):
                 "and without double quantisation."
             )
 
-        # Leaves with one entry per row are replicated. (We still can't cut a block of explicit size.)
+        # Leaves with one entry per row are replicated. (A block of explicit size still can't be cut.)
         def once(leaf: Any) -> Any:
             return leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
 
@@ -618,7 +616,7 @@ class AbstractQuantizedArray(GradientsArray):
         ]
 
     def why_not_shardable(self) -> str:
-        """Returns the reason why inner axes can't be sharded; "" if they can."""
+        """Returns why inner axes can't be sharded; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):
@@ -631,12 +629,12 @@ class AbstractQuantizedArray(GradientsArray):
 
 @functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
 def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
-    """Decodes rows of codes. Note that this doesn't reorder the columns, even if the array has an `order`."""
+    """Decodes rows of codes. Doesn't reorder the columns, even if the array has an `order`."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], count))
     return join(codec.planes(count, block, parts), count)
 
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
-    """Returns `inner`, or None if this is a single axis whose size follows from the number of bytes."""
+    """Returns `inner`, or None for a single axis with a size determined by the number of bytes."""
     return None if len(inner) == 1 and inner[0] * codec.bits % 8 == 0 else tuple(inner)

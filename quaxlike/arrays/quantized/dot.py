@@ -1,10 +1,10 @@
 """Products with codes: `dot_general` with any dimension numbers, `ragged_dot`, and convolutions.
 
-The dense weight must never be stored as a residual. If it was, then training would use up all the memory
-that we saved by quantising. So instead, the backward pass decodes the codes again, using `jax.checkpoint`.
+The dense weight must never be stored as a residual: training would then use up all the memory saved by
+quantising. Instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
-We name the axes as follows. Each axis of the stored weight is named by its index, and the other operand's
-corresponding axis has the same name. All other (free) axes of the other operand have negative names.
+Each axis of the stored weight is named by its index, and the other operand's corresponding axis has the same
+name. All other (free) axes of the other operand have negative names.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
 def contract(
     x: Array, x_names: _Names, w: AbstractQuantizedArray | Array, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """Multiplies `x` by the stored (or dense) weight, summing over all names that aren't in `out_names`."""
+    """Multiplies `x` by the stored (or dense) weight, summing over all names not in `out_names`."""
     if not isinstance(w, AbstractQuantizedArray):
         return _einsum(x, x_names, w, out_names, dtype)
     shared = [name for name in x_names if name >= 0]
@@ -76,8 +76,7 @@ def contract(
     x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
     lead = plan.lead_order(w.num_lead)
-    # In this case the plan merges some of the leading axes into the matrix, so first convert to a form that
-    # allows this.
+    # The plan merges some leading axes into the matrix, so first convert to a form allowing this.
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
     parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), w.parts)
@@ -99,9 +98,9 @@ def contract(
 class _Plan:
     """How to treat the stored weight as a stack of matrices, with axes `batch`, `mapped`, rows and columns.
 
-    This is needed because our kernels multiply by a single matrix. We map over the `batch` axes, which `x`
-    has as well, and over the `mapped` axes, which it doesn't have. Contracting columns computes `x @ W.T`,
-    whereas contracting rows computes `x @ W` (`transpose`).
+    Kernels multiply by a single matrix, so products are mapped over the `batch` axes, which `x` also has, and
+    over the `mapped` axes, which it doesn't have. Contracting columns computes `x @ W.T`, whereas contracting
+    rows computes `x @ W` (`transpose`).
     """
 
     batch: _Names
@@ -111,34 +110,33 @@ class _Plan:
     transpose: bool
 
     def lead_order(self, num_lead: int) -> _Names:
-        """Returns the order of leading axes that puts the stored weight into this form."""
+        """Returns the order of leading axes giving the stored weight this form."""
         matrix = (*self.contracted, *self.free) if self.transpose else (*self.free, *self.contracted)
         return tuple(name for name in (*self.batch, *self.mapped, *matrix) if name < num_lead)
 
 
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
-    """Chooses how to treat `w` as a stack of matrices; None if this would cut blocks."""
+    """Chooses how to treat `w` as a stack of matrices. None if this cuts blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
-    # We map over batch axes, which only works if these are leading axes.
+    # Only leading axes can be mapped over.
     if any(name in inner for name in batch):
         return None
     lead_contracted = tuple(name for name in lead if name in contracted)
     lead_free = tuple(name for name in lead if name not in contracted and name not in batch)
     inner_contracted = tuple(name for name in inner if name in contracted)
     inner_free = tuple(name for name in inner if name not in contracted)
-    # Inner axes have to be rows followed by columns, and we have to contract all of either the rows or the
-    # columns.
+    # Inner axes have to be rows followed by columns, with all rows or all columns contracted.
     if inner_contracted and inner_free + inner_contracted == tuple(inner):
         transpose, inner_rows = False, inner_free
     elif inner_contracted + inner_free == tuple(inner):
         transpose, inner_rows = True, inner_contracted
     else:
         return None
-    # If possible, free leading axes become rows or columns of one large matrix, as this is faster. Otherwise
-    # we map over them.
+    # If possible, free leading axes become rows or columns of one large matrix, which is faster. Otherwise
+    # map over them.
     for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
-        # The rows between leading and inner columns would prevent these from being contiguous.
+        # With rows in between, leading and inner columns aren't contiguous.
         cut = lead_columns and inner_rows
         if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
             contracted = (*lead_contracted, *inner_contracted)
@@ -151,12 +149,12 @@ def _contract_slices(
 ) -> Array:
     """Multiplies by each slice of the stored weight along its first axis.
 
-    This is the fallback if we can't treat the weight as a stack of matrices. Each slice is decoded
-    separately, so we still never have the whole dense weight in memory.
+    This is the fallback for weights that can't be treated as a stack of matrices. Slices are decoded one by
+    one, so the whole dense weight is still never in memory.
     """
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
-    # If there aren't any slices, then an empty sum is zero.
+    # Without slices, the empty sum is zero.
     if not w.stored_shape[0]:
         sizes = dict(enumerate(w.stored_shape)) | dict(zip(x_names, x.shape, strict=True))
         return jnp.zeros([sizes[name] for name in out_names], dtype)
@@ -170,7 +168,7 @@ def _contract_slices(
         names = tuple(_without_first(name) for name in x_names if name != 0)
         return contract(x, names, w.stored_slice(i), rest, np.dtype(np.float32))
 
-    # If the first axis occurs in the result then stack the products of all slices, and otherwise sum them.
+    # If the first axis occurs in the result, stack the products of all slices. Otherwise sum them.
     if in_out:
         _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
         names = (0, *(name for name in out_names if name != 0))
@@ -186,7 +184,7 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """Returns the name that an axis has in a slice along the first stored axis, which removes this axis."""
+    """Returns an axis's name in a slice along the first stored axis, which removes that axis."""
     return name if name < 0 else name - 1
 
 
@@ -218,10 +216,9 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """Processes rows (which are sorted by expert) in tiles, each of which uses a single expert.
+    """Processes rows (sorted by expert) in tiles, each using a single expert.
 
-    This means that we only have to decode one expert's weights at a time, and that we don't have to
-    decode weights for experts without any rows.
+    This way, only one expert's weights are decoded at a time, and none for experts without any rows.
     """
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
@@ -234,12 +231,11 @@ def _ragged_dot_general(
     free = with_free_axes(w, [group_axis])
     stack = w if free is None else free
     stored = stack.permutation
-    # We're going to take slices along the first stored axis, which means that this must be the axis of
-    # experts.
+    # Slices are taken along the first stored axis, so this must be the axis of experts.
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 
-    # Name the axes of a single expert's weight, which has the axes of the stack except for the first one.
+    # Name the axes of a single expert's weight: those of the stack except for the first one.
     inputs = jnp.moveaxis(inputs, rows[0], 0)
     x_contract = [axis + 1 if axis < rows[0] else axis for axis in x_contract]
     x_names = name_axes(inputs, x_contract, [stored[axis] - 1 for axis in w_contract])
@@ -250,7 +246,7 @@ def _ragged_dot_general(
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
     dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
-    # Without any rows or experts there aren't any tiles to map over, and all outputs are zero.
+    # Without rows or experts there are no tiles to map over, and all outputs are zero.
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
@@ -266,7 +262,7 @@ def _ragged_dot_general(
         def nothing(part: Any, expert: Any) -> Any:
             return jnp.zeros_like(part, np.float32, shape=shape)
 
-        # Don't decode anything for unused tiles.
+        # Decode nothing for unused tiles.
         return lax.cond(expert < len(counts), product, nothing, part, expert)
 
     parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)
@@ -277,7 +273,7 @@ def _ragged_dot_general(
 
 
 class Tiles:
-    """Groups of rows that have been split into tiles, where each tile belongs to a single group.
+    """Groups of rows split into tiles. Each tile belongs to a single group.
 
     **Attributes:**
 
@@ -287,7 +283,7 @@ class Tiles:
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
-        # Tiles are as large as the average group, so that few slots are left empty. Larger groups are split.
+        # Tiles are as large as the average group, so few slots are left empty. Larger groups are split.
         average = -(-num_rows // len(counts))
         size = min(_LARGEST_TILE, max(_SMALLEST_TILE, 1 << (average - 1).bit_length()))
         most = num_rows // size + min(len(counts), num_rows)
@@ -329,7 +325,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses a kernel's window, which JAX does in order to compute the gradient of a convolution."""
+    """Reverses a kernel's window. JAX does this to compute the gradient of a convolution."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

@@ -1,7 +1,7 @@
-"""Arithmetic on scales or on code tables: multiplication, powers, and the sums that occur in penalties.
+"""Arithmetic on scales or on code tables: multiplication, powers, and sums (as in penalties).
 
-We don't change the codes. This means that the result is rounded once for each block (or table entry), rather
-than once for each element, so it isn't bit-for-bit identical to the dense result.
+The codes don't change, so the result is rounded once for each block (or table entry), rather than once for
+each element. It isn't bit-for-bit identical to the dense result.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """Computes the square of an array, as needed for an L2 penalty.
+    """Computes an array's square, as needed for an L2 penalty.
 
     (In general, codes can't represent the product of two different quantised arrays.)
     """
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
-    # The values of leaves aren't known when tracing, so compare the leaves by identity.
+    # The leaves' values aren't known during tracing, so compare by identity.
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
     )
@@ -59,11 +59,10 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     """Multiplies `w` by a scalar, or by factors for whole rows of codes.
 
-    The product is rounded once for each block, rather than for each element. Note that even if the scales are
-    frozen, a traced factor still receives gradients through the scales of the result.
+    The product is rounded once for each block, rather than for each element. Even if the scales are frozen, a
+    traced factor still receives gradients through the scales of the result.
     """
-    # Here every term of a sum would become infinite, so the sum might be NaN, even though the dense array has
-    # infinity in this position.
+    # Every term of a sum would become infinite, so the sum may be NaN where the dense array has infinity.
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
@@ -75,7 +74,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
         free = with_free_axes(w.joined(), axes)
         if free is None or any(factor.shape[axis] != w.shape[axis] for axis in axes):
             return NotImplemented
-        # Factors have axes in logical order, whereas scales have axes in stored order.
+        # Factors have axes in logical order, but scales in stored order.
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
     return (w.with_gradients("pass") if isinstance(factor, jax.core.Tracer) else w).times(factor)
@@ -102,15 +101,15 @@ def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
 def _on_codes_and_scales(
     w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]
 ) -> Any:
-    """Applies an elementwise function that factorises into a function of codes and a function of scales.
+    """Applies an elementwise function factorising into a function of codes and one of scales.
 
-    The codes aren't changed, but represent different values. Note that both functions are rounded separately.
+    The codes don't change, but represent different values. Both functions are rounded separately.
     """
-    # If there's a zero point then an element is a sum, and the square of a sum doesn't factorise in this way.
+    # With a zero point, an element is a sum, and the square of a sum doesn't factorise in this way.
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values).tolist()
-    # Always use the same NaN object. Otherwise codecs with the same table wouldn't be equal.
+    # Always use the same NaN object: otherwise codecs with the same table aren't equal.
     table = tuple(math.nan if value != value else value for value in values)
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())
@@ -121,7 +120,7 @@ def _on_codes_and_scales(
 
 @register("reduce_sum")
 def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[Any], **params: Any) -> Any:
-    """Sums along blocks by multiplying by ones, so that the dense array is never formed."""
+    """Sums along blocks by multiplying by ones, without forming the dense array."""
     if params.get("out_sharding") is not None:
         return NotImplemented
     summed = sorted(w.permutation[axis] for axis in axes)

@@ -1,6 +1,6 @@
-"""The values that can be represented by a quantised matrix without changing its scales.
+"""The values a quantised matrix can represent without changing its scales.
 
-Calibration uses this to choose codes that aren't simply the nearest ones.
+Calibration uses this to choose codes other than the nearest ones.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Grid(NamedTuple):
     **Attributes:**
 
     - `table`, `codes`: sorted values, and the corresponding codes.
-    - `scale`, `shift`: `(rows, columns)`, where each matrix row is a row of codes.
+    - `scale`, `shift`: `(rows, columns)`; each matrix row is a row of codes.
     """
 
     table: np.ndarray
@@ -29,7 +29,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def nearest(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """Returns the indices of the table entries that are nearest to the elements in these columns."""
+        """Returns the indices of the table entries nearest to the elements in these columns."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(w: AbstractQuantizedArray) -> Grid:
-    """Returns the grid of a quantised array whose stored array is a matrix."""
+    """Returns the grid of a quantised array stored as a matrix."""
     shape, codec, (_, count) = w.stored_shape, w.codec, w.matrix
     scale, zero = codec.scales_and_zeros(*w.rows_of_codes()[1].parts())
 
@@ -51,8 +51,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # Tables can contain infinities, which we never want to round to. Also, several codes might have the same
-    # value.
+    # Never round to infinities, which tables can contain. Also, several codes may have the same value.
     values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)

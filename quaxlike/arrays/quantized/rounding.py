@@ -1,8 +1,8 @@
-"""Checks of the options that make products round their other operand.
+"""Checks the options for products that round their other operand: `activations` and `compute`.
 
-There are two of these. `activations` uses a single scale for each row, whereas `compute="int8"` has one for
-every 32 numbers, like llama.cpp, and only works on CPUs. `compute="bfloat16"` has no scales, and works on
-every platform. An array can't have both.
+`activations` uses a single scale for each row, whereas `compute="int8"` has one for every 32 numbers, like
+llama.cpp, and only works on CPUs. `compute="bfloat16"` has no scales, and works on every platform. An array
+can't have both options.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from ...kernels.code_matmul import ACTIVATIONS
 
 
 def check_rounding(w: Any) -> None:
-    """Raises a `ValueError` if the format of a quantised array doesn't support its `activations` or
-    `compute`, or if it has both."""
+    """Raises a `ValueError` if a quantised array's format doesn't support its `activations` or `compute`, or
+    if it has both."""
     _check_activations(w)
     if w.compute is None:
         return

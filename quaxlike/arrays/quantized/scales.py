@@ -1,4 +1,4 @@
-"""Block scales, and how these are chosen when quantising."""
+"""Block scales, and how to choose them when quantising."""
 
 import dataclasses
 import functools
@@ -39,20 +39,20 @@ class BlockScales(eqx.Module):
         return self.scale, self.outer, self.zero, self.outer_zero
 
     def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
-        """Multiplies by a scalar, or by factors `(*lead, 1)`. Also returns the codec of the result."""
+        """Multiplies by a scalar, or by factors `(*lead, 1)`. Also returns the result's codec."""
 
         def wide(x: Any) -> Any:
             return x.astype(jnp.float32)
 
         scaled = self
         if self.outer is not None:
-            # Some codecs divide by the outer scale, rather than multiplying by it.
+            # Some codecs divide by the outer scale rather than multiplying by it.
             outer = self.outer / factor if codec.over else wide(self.outer) * factor
             scaled = dataclasses.replace(self, outer=outer)
         else:
             scale, _ = codec.scales_and_zeros(*self.parts())
             scaled = dataclasses.replace(self, scale=scale * factor)
-            # The product might not be representable in the codec's own format for scales.
+            # The codec's own format for scales may not be able to represent the product.
             codec = dataclasses.replace(codec, scales="float")
         if codec.zeros in ("plus", "minus") and self.outer_zero is not None:
             return codec, dataclasses.replace(scaled, outer_zero=wide(self.outer_zero) * factor)
@@ -79,14 +79,14 @@ def encode(
 
     **Arguments:**
 
-    - `x`: `(*lead, n)`, any floating dtype. We always compute in float32, but codes whose values would be
-        infinite in this dtype aren't used.
-    - `codec`: the format in which codes, scales and zeros are stored.
-    - `block`: the number of elements that share a scale; the last block of each row can be smaller.
-    - `like`: scales and zeros whose dtypes to use. Default: the codec's dtypes.
+    - `x`: `(*lead, n)`, any floating dtype. Computed in float32, but without codes that are infinite in this
+        dtype.
+    - `codec`: the format of codes, scales and zeros.
+    - `block`: the number of elements sharing a scale; the last block of each row can be smaller.
+    - `like`: scales and zeros with the dtypes to use. Default: the codec's dtypes.
     - `key`: a PRNG key for stochastic rounding, which is unbiased. Default: round to nearest.
-    - `searches`: whether to search for the scales with the smallest error, rather than using scales that
-        cover each block's range. This is slower, but more accurate. Default: False.
+    - `searches`: whether to search for the scales with the smallest error, rather than covering each block's
+        range. This is slower, but more accurate. Default: False.
     - `importance`: weights for the squared errors in this search, `(n,)` or `(*lead, n)`. Default: all equal.
 
     **Returns:** the codes (one per byte), and the scales.
@@ -95,7 +95,7 @@ def encode(
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
-    # Pad with the last element. Unlike zeros, this doesn't affect the minimum and maximum of the block.
+    # Pad with the last element. Unlike zeros, this doesn't affect the block's minimum and maximum.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     if searches:
@@ -106,7 +106,7 @@ def encode(
         parts = _stored(*_wanted(blocks, codec), codec, like)
     scale, zero = codec.scales_and_zeros(*parts.parts())
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
-    # If a block only contains zeros then its scale is zero as well, so we have to avoid dividing by it.
+    # A block of zeros has scale zero, so avoid dividing by it.
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     if zero is None:
         wanted = blocks * inverse
@@ -118,8 +118,8 @@ def encode(
         codes = codec.nearest(wanted)
     else:
         codes = codec.at_random(wanted, jax.random.uniform(key, wanted.shape))
-    # Rounding can take the largest numbers beyond the range of the dtype. No weight gets that large in
-    # float32 or bfloat16, so we don't spend time on these.
+    # Rounding can take the largest numbers beyond the dtype's range. No weight gets that large in float32 or
+    # bfloat16, so don't spend time on these.
     if jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max:
         values = scaled(codec.values(codes), scale, zero, zeros=codec.zeros)
         too_large = ~jnp.isfinite(values.astype(dtype)) & jnp.isfinite(blocks)
@@ -130,7 +130,7 @@ def encode(
 def _weights(importance: Array | None, n: int, block: int) -> Array:
     """Divides the weights into blocks.
 
-    We make zero weights slightly positive. Otherwise the best codes for these elements would be arbitrary.
+    Zero weights become slightly positive. Otherwise the best codes for these elements are arbitrary.
     """
     if importance is None:
         if not n % block:
@@ -157,14 +157,13 @@ def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | N
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
-    """Computes float32 scales and zeros that cover each block's range."""
+    """Computes float32 scales and zeros covering each block's range."""
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
         if low >= 0:
             return largest / high, None
-        # If the codes reach further on one side, then that's where we map the element with the largest
-        # magnitude.
+        # If the codes reach further on one side, map the element with the largest magnitude there.
         if codec.bits <= 3 or (codec.codes == "table" and -low > high):
             at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
             return jnp.take_along_axis(blocks, at, axis=-1)[..., 0] / low, None
@@ -172,7 +171,7 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
     least = jnp.minimum(jnp.min(blocks, axis=-1, initial=np.inf), 0)
     most = jnp.maximum(jnp.max(blocks, axis=-1, initial=-np.inf), 0)
     width = high - low
-    # The difference of the two largest numbers is infinite.
+    # `most - least` can overflow.
     scale = jnp.where(jnp.isinf(most - least), most / width - least / width, (most - least) / width)
     if codec.zeros == "points":
         return scale, jnp.round(-least / jnp.where(scale == 0, 1.0, scale))
@@ -187,9 +186,9 @@ def _stored(
     fit: search.FittedScales | None = None,
     minimum: Callable[[Array], Array] | None = None,
 ) -> BlockScales:
-    """Rounds scales and zeros to the format of the codec.
+    """Rounds scales and zeros to the codec's format.
 
-    After a search, we also search for the outer scales. `minimum` then recomputes the minima, because the
+    After a search, this also searches for the outer scales. `minimum` then recomputes the minima, because the
     best minimum depends on the rounded scale.
     """
     floating = np.dtype(codec.dtype)
@@ -207,7 +206,7 @@ def _stored(
         zero = None if zero is None else zero.astype(small)
         return BlockScales(scale.astype(small), outer, zero, outer_zero)
     if codec.scales in ("e8m0", "e8m0_half"):
-        # Rounding up to a power of two ensures that nothing is clipped.
+        # Round up to a power of two, so that nothing is clipped.
         up = lax.bitcast_convert_type(search.power_of_two_above(scale), jnp.uint32)
         byte = (up >> 23) + np.uint32(codec.scales == "e8m0_half")
         return BlockScales(jnp.minimum(byte, 254).astype(jnp.uint8))
@@ -229,7 +228,7 @@ def _stored(
 
 
 def _narrowed(x: Array, dtype: Any) -> Array:
-    """Casts scales, replacing those that are too large by the largest number of the dtype."""
+    """Casts scales, clipping those that are too large to the dtype's largest number."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return x.astype(dtype)
     largest = jnp.finfo(dtype).max.astype(jnp.float32)
@@ -237,7 +236,7 @@ def _narrowed(x: Array, dtype: Any) -> Array:
 
 
 def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tuple[Array, Array]:
-    """Splits `x` into integers and one outer scale per group, which is searched for if weights are given."""
+    """Splits `x` into integers and one outer scale per group (searched for if weights are given)."""
     group, limits = codec.group or max(x.shape[-1], 1), codec.limits
     missing = -x.shape[-1] % group
 
@@ -258,7 +257,7 @@ def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tupl
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
-    """Moves `axis` last, after the stacked axes. Also returns the permutation that moves it back."""
+    """Moves `axis` last, after the stacked axes. Also returns the permutation moving it back."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
@@ -284,7 +283,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """Checks the error weights passed by the user. Returns these with the axes of the stored array."""
+    """Checks the error weights passed by the user. Returns them with the stored array's axes."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:

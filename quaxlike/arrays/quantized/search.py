@@ -1,12 +1,12 @@
-"""Searches for the block scales that minimise the quantisation error.
+"""Searches for the block scales minimising the quantisation error.
 
-We start from the scale that covers the block's range, and try several others around it. For each of
-these we compute the codes, and then fit the scale (and the minimum, if the codec has one) to these codes by
-least squares, keeping the best result. For codecs with outer scales, the same search is used when rounding
-the scales. llama.cpp does the same, using slightly different candidates.
+Start from the scale covering the block's range, and try several others around it. For each candidate, compute
+the codes, and then fit the scale (and the minimum, if the codec has one) to these codes by least squares,
+keeping the best result. For codecs with outer scales, the same search is used when rounding the scales.
+llama.cpp does the same, using slightly different candidates.
 
-Note that every scale must have been fitted to the very codes with which it is going to be stored. Otherwise
-its actual error would be larger than the error that we used for comparing it to other candidates.
+Every scale must be fitted to the very codes it is going to be stored with. Otherwise its actual error is
+larger than the one compared to those of other candidates.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,20 @@ SEARCHED: frozenset[Codec] = frozenset(
         *("mxfp4", "mxfp4_gguf"),
     )
 )
-# Candidate scales are obtained by dividing the range by these. A factor above 1 reduces the scale, so that
-# the largest values are clipped, which is worthwhile if they have small weights. For a factor below 1, some
-# codes remain unused.
+# Dividing the range by these gives candidate scales. A factor above 1 reduces the scale, so that the largest
+# values are clipped: worthwhile if they have small weights. For a factor below 1, some codes remain unused.
 _SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
 # For blocks with a minimum, candidates stretch the range by this many codes.
 _STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
-# A sentinel candidate, for which the best scale so far is fitted once more. (We could instead do this after
-# the loop, but treating it as just another candidate is faster to compile.)
+# A sentinel candidate: fit the best scale so far once more. (Doing this as just another candidate, rather
+# than after the loop, is faster to compile.)
 _AGAIN = np.zeros(2, np.float32)
 
 
 class FittedScales(NamedTuple):
-    """Scales, minima, and the weights of their squared rounding errors (i.e. how much rounding these
-    increases the total error).
+    """Scales, minima, and the weights of their squared rounding errors (i.e. how much rounding them increases
+    the total error).
 
     All of these have shape `(*lead, blocks)`.
     """
@@ -56,11 +55,11 @@ class FittedScales(NamedTuple):
 def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
-    """Finds the best scales, prior to rounding these to the format of the codec.
+    """Finds the best scales, prior to rounding them to the codec's format.
 
     `weights` must broadcast against the elements.
     """
-    # Normalise by the largest magnitude. Without this, the squares of small values could underflow to zero.
+    # Normalise by the largest magnitude. Otherwise the squares of small values could underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
     total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)
@@ -77,7 +76,7 @@ def fitted(
 def best_minimum(
     blocks: Float32[Array, "*lead blocks block"], scale: Array, minimum: Array, codec: Codec, weights: Any
 ) -> Array:
-    """Finds the best minimum for each block, given a scale that has already been rounded."""
+    """Finds the best minimum for each block, given an already rounded scale."""
     scale, minimum = scale[..., None], minimum[..., None]
     rest = blocks - scale * _rounding(codec)(_ratio(blocks - minimum, scale))
     weights = jnp.broadcast_to(weights, blocks.shape)
@@ -85,7 +84,7 @@ def best_minimum(
 
 
 def multiples(x: Array, weight: Array, limits: tuple[int, int]) -> Array:
-    """Finds outer scales `(..., 1)` for which the `x` in each group are as close as possible to integer
+    """Finds outer scales `(..., 1)` such that the `x` in each group are as close as possible to integer
     multiples.
 
     The integers must be within `limits`.
@@ -104,9 +103,9 @@ def _ratio(a: Array, b: Array) -> Array:
 
 
 def _rounding(codec: Codec) -> Callable[[Array], Array]:
-    """Returns a function that rounds to the values of codes.
+    """Returns a function rounding to the values of codes.
 
-    For a table, we add up its steps, as this is faster than indexing.
+    For a table, this adds up steps, which is faster than indexing.
     """
     if codec.codes == "integer":
         return lambda y: jnp.clip(jnp.round(y), *codec.range())
@@ -136,8 +135,7 @@ def _symmetric(
         values = rounded(_ratio(x, scale))
         product, square = _sum(weights * x * values), _sum(weights * values * values)
         best = _ratio(product, square)
-        # The loss leaves out the squared norm of `x`. This is the same for every scale, so it doesn't affect
-        # which one is best.
+        # The loss leaves out the squared norm of `x`, which is the same for every scale.
         return -best * product, best, square
 
     ends = [end for end in limits if end]
@@ -163,7 +161,7 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
         values = rounded(_ratio(x - minimum, scale))
         first, square = _sum(weights * values), _sum(weights * values * values)
         product = _sum(weights * above * values)
-        # Fit both by least squares. If the minimum isn't allowed then clip it, and fit the scale again.
+        # Fit both by least squares. If the minimum isn't allowed, clip it and fit the scale again.
         best = _ratio(total * product - mass * first, total * square - first * first)
         free = least + (mass - best * first) / total
         minimum = _allowed(free, codec)
@@ -182,12 +180,12 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
 
 
 def _allowed(minimum: Array, codec: Codec) -> Array:
-    """Clips minima to the codec's range, since some codecs store these negated and unsigned."""
+    """Clips minima to the codec's range: some codecs store them negated and unsigned."""
     return jnp.minimum(minimum, 0) if codec.zeros == "minus" else minimum
 
 
 def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Array:
-    """Returns the smallest power of two that covers the range, or half of this if its error is smaller."""
+    """Returns the smallest power of two covering the range, or half of this if its error is smaller."""
     rounded, covering = _rounding(codec), power_of_two_above(unit / codec.range()[1])
 
     def fit(scale: Array) -> tuple[Array, Array]:
@@ -198,7 +196,7 @@ def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Arr
 
 
 def power_of_two_above(x: Array) -> Array:
-    """Rounds up to a power of two. This is done on the bits, as `exp2` isn't exact on all platforms."""
+    """Rounds up to a power of two, via the bits: `exp2` isn't exact on all platforms."""
     raw = lax.bitcast_convert_type(jnp.maximum(x, _TINY), jnp.uint32)
     # Increment the exponent unless the mantissa is zero.
     up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)

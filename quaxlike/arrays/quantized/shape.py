@@ -1,10 +1,10 @@
-"""Rules for the axes of quantised arrays, which are permuted, sliced and gathered without reading any codes.
+"""Rules for the axes of quantised arrays: permuted, sliced and gathered without reading any codes.
 
-With the exception of a `CacheArray`, these rules must never change any codes. If an operation would split a
-block, then the rule declines, so that the array is materialised subject to the policy. (Requantising would
-silently change the weights.)
+Except for a `CacheArray`, these rules must never change any codes. If an operation splits a block, then the
+rule declines, so the array is materialised, and the policy applies. (Requantising would silently change the
+weights.)
 
-Rows gathered from a matrix at dynamic indices are dense, since rows of an embedding are activations. Matrices
+Rows gathered from a matrix at dynamic indices are dense: rows of an embedding are activations. Matrices
 gathered from a stack remain quantised.
 """
 
@@ -53,8 +53,7 @@ def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: A
 @register("squeeze")
 def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     gone = {w.permutation[axis] for axis in dimensions}
-    # If we remove an inner axis then the last axis of the codes is interpreted differently, so this is a
-    # reshape.
+    # Removing an inner axis changes how the codes' last axis is interpreted, so this is a reshape.
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
         out = reshaped(w, shape)
@@ -68,17 +67,17 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds axes or expands axes of size one. In either case, this repeats the leaves along leading axes."""
+    """Adds axes, or expands axes of size one. Either way, this repeats the leaves along leading axes."""
     if params.get("sharding") is not None:
         return NotImplemented
     dims, n, shape = tuple(broadcast_dimensions), w.num_lead, tuple(shape)
     stretched = {w.permutation[i] for i, axis in enumerate(dims) if shape[axis] != w.shape[i]}
     new = [axis for axis in range(len(shape)) if axis not in dims]
     outer = len(shape) - len(w.inner_shape)
-    # In the simplest case, we only add or expand leading axes.
+    # The simplest case: only leading axes are added or expanded.
     if not w.axes and dims[n:] == tuple(range(outer, len(shape))) and all(i < n for i in stretched):
         return _broadcast_lead(w, shape[:outer], dims[:n])
-    # If we only add axes of size one then this is equivalent to a reshape.
+    # Only adding axes of size one is a reshape.
     if not stretched and all(shape[axis] == 1 for axis in new):
         out = reshaped(w, shape)
         if out is not None:
@@ -86,8 +85,8 @@ def _broadcast_in_dim(
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
     if w.order is not None and len(inner) < len(w.inner_shape):
         return NotImplemented  # rows share an order, and the codes of each row are packed separately
-    # Inner axes can't be expanded without cutting blocks. As an expanded axis has size one, we can remove it
-    # and then add it as a leading axis, in the same way as for new axes.
+    # Inner axes can't be expanded without cutting blocks. But they have size one, so remove them, and add
+    # them as leading axes, like new axes.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})
     kept = [*range(n), *inner]
@@ -143,7 +142,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
-    """Stacks arrays along a new axis. It becomes the first axis of the stored array, so no block is cut."""
+    """Stacks arrays along a new axis: the first axis of the stored array, so no block is cut."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(with_most_leading_axes(w) for w in ws)
@@ -167,9 +166,9 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: Any, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """Sets the strongest `gradients` on all arrays and converts scales to float32 if any were scaled.
+    """Sets the strongest `gradients` on all arrays, and converts scales to float32 if any were scaled.
 
-    This is used before joining arrays, because their static fields and dtypes must match.
+    Use this before joining arrays: their static fields and dtypes must match.
     """
     if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
         ws = tuple(w.times(jnp.float32(1)) for w in ws)
@@ -178,8 +177,8 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
-    """Converts to a form in which these logical axes are leading axes; None if this would cut blocks."""
-    # Try the current form first. The second form takes more memory, because it repeats or decodes scales.
+    """Converts to a form in which these logical axes are leading axes. None if this cuts blocks."""
+    # Try the current form first: the second one takes more memory, because it repeats or decodes scales.
     for form in (lambda: w, lambda: with_most_leading_axes(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
@@ -190,19 +189,18 @@ def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
 def with_most_leading_axes(w: _Q) -> _Q:
     """Converts to a form with as many leading axes as possible without cutting blocks.
 
-    Nested scales are converted to float32, since their blocks cross rows.
+    Nested scales are converted to float32, because their blocks cross rows.
     """
     return w if w.order is not None else w.joined().cut(w.codes.shape[:-1], w.inner_shape)
 
 
 def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
-    """Reshapes the stored array; None if this would cut blocks."""
+    """Reshapes the stored array. None if this cuts blocks."""
     if w.axes:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
     if w.order is not None:
-        # Rows that share an order can't be separated, which means that we can only reshape what comes after
-        # them.
+        # Rows sharing an order can't be separated, so only reshape what comes after them.
         same = shape[:n] == lead and shape[n : n + 1] == w.inner_shape[:1]
         return dataclasses.replace(w, inner=tuple(shape[n:])) if same else None
     if shape[:n] == lead and math.prod(shape[n:]) == count:
@@ -210,7 +208,7 @@ def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
     for at in range(len(shape) - 1, -1, -1):  # this preserves rows of codes
         if math.prod(shape[at:]) == count and math.prod(shape[:at]) == math.prod(lead):
             return w.joined().cut(shape[:at], shape[at:])
-    # If blocks don't cross rows, then rows can be split or merged as long as no block is cut.
+    # If blocks don't cross rows, then rows can be split or merged without cutting blocks.
     if w.codec.cuts(count, w.block):
         for at in range(len(shape) - 1, -1, -1):
             if w.codec.cuts(math.prod(shape[at:]), w.block):
@@ -227,7 +225,7 @@ def _dynamic_slice(
         return w
     free = with_free_axes(w, cut)
     if free is None:
-        # The slice cuts blocks. We only support this for a single row, which we decode.
+        # The slice cuts blocks. Only support this for a single row, which is decoded.
         if cut != [0] or slice_sizes[0] != 1 or w.axes:
             return NotImplemented
         index = clamped_start(starts[0], w.shape[0], 1)
@@ -241,8 +239,8 @@ def _dynamic_slice(
         return lax.dynamic_slice(leaf, [*begin, *starts_of_rest], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
-    # A single row is typically an activation (e.g. the embedding of a token). The next operation will need
-    # its values, rather than its codes.
+    # A single row is typically an activation (e.g. a token's embedding). The next operation needs its values
+    # rather than its codes.
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
 
 
@@ -250,7 +248,7 @@ def _dynamic_slice(
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
     """Rounds the update, which must be whole rows of codes.
 
-    (Otherwise some of its elements would share a scale with elements that aren't updated.)
+    (Otherwise some of its elements would share a scale with elements not being updated.)
     """
     update = jnp.asarray(update)
     free = with_free_axes(w, _cut_by(update, w))
@@ -265,7 +263,7 @@ def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, 
 def _dynamic_update_slice_of_codes(
     w: CacheArray, update: CacheArray, *starts: ArrayLike, **params: Any
 ) -> Any:
-    """Copies the codes of an update that has the same format, so that we don't have to round it again."""
+    """Copies the codes of an update in the same format, without rounding again."""
     free, new = (with_free_axes(x, _cut_by(update, w)) for x in (w, update))
     if free is None or new is None or jax.tree.structure(free) != jax.tree.structure(new):
         return NotImplemented
@@ -301,21 +299,21 @@ def _gather(
     dims = dimension_numbers
     mode = lax.GatherScatterMode.from_any(mode)
     if w.axes:
-        # Convert this to a lookup in the stored array, whose axes aren't permuted.
+        # Convert this to a lookup in the stored array, without permuted axes.
         out, order = _gather_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    # It's possible to fill the leaves so that they decode to NaN, but not to any other value.
+    # Filled leaves can decode to NaN, but not to any other value.
     if fills and not (fill_value is None or np.isnan(fill_value)):
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
     if fills and len(indexed) < len(dims.start_index_map):
-        return NotImplemented  # a slice of the whole axis only has one valid index, and any other would fill
+        return NotImplemented  # a slice of the whole axis only has one valid index, and any other fills
     if not {*dims.collapsed_slice_dims} <= {*indexed}:
         return _with_all_axes(
             w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
         )
-    # If the slice has the full size of an axis then its index is always clamped to 0, so we can ignore it.
+    # If the slice has the full size of an axis, its index is always clamped to 0, so ignore it.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
     free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
@@ -329,7 +327,7 @@ def _gather(
         out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
         return filled(out, inside, dims, jnp.nan) if fills else out
     out = _gather_leaves(free, indices, dims, slice_sizes, indexed, mode=mode, **params)
-    # Rows of a matrix are activations, whereas matrices from a stack are still weights.
+    # Rows of a matrix are activations, but matrices from a stack are still weights.
     return out.materialise() if len(w.shape) <= 2 else out
 
 
@@ -341,8 +339,8 @@ def _gather_leaves(
     indexed: Sequence[int],
     **params: Any,
 ) -> AbstractQuantizedArray:
-    """Looks up the leaves of an array, of which only leading axes are `indexed` or dropped."""
-    # The inner axes of the array correspond to a single axis of the leaves, namely the last one.
+    """Looks up the leaves of an array. Only leading axes may be `indexed` or dropped."""
+    # The array's inner axes correspond to a single axis of the leaves: the last one.
     num_inner = len(w.shape) - w.num_lead
     inner = dims.offset_dims[len(dims.offset_dims) - num_inner :]
     others = dims.offset_dims[: len(dims.offset_dims) - num_inner]
@@ -381,7 +379,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """Implements lookups that drop axes of size 1, by first keeping these and then squeezing the result."""
+    """Implements lookups dropping axes of size 1: keeps these at first, then squeezes the result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
@@ -410,7 +408,7 @@ def _gather_stored(
 ) -> tuple[Any, Sequence[int]]:
     """Performs the equivalent lookup in the stored array.
 
-    Also returns the permutation that moves the axes of the result to where the caller expects them.
+    Also returns the permutation moving the result's axes to where the caller expects them.
     """
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
@@ -433,7 +431,7 @@ def _gather_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """Returns a fill value for a leaf that decodes to NaN. For 8-bit floats this has all bits set."""
+    """Returns a fill value for a leaf, decoding to NaN. For 8-bit floats this has all bits set."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

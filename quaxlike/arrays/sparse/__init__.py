@@ -1,4 +1,4 @@
-"""Sparse arrays, which only store their nonzero elements (or blocks)."""
+"""Sparse arrays: only nonzero elements (or blocks) are stored."""
 
 # These are imported to register their rules.
 from . import block_rules, dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]

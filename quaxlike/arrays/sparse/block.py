@@ -1,9 +1,8 @@
-"""`BlockSparseArray`: a weight for which only some square blocks are stored.
+"""`BlockSparseArray`: a weight with only some square blocks stored.
 
-The pattern is described by index arrays, which are never differentiated or changed by training. Only the
-blocks have gradients. Note that `col_idx` and `transposed_idx` describe the same pattern, once by rows and
-once by columns, so they must always be updated together. Otherwise products on the other side would use the
-wrong blocks.
+The pattern consists of index arrays, which are never differentiated or changed by training. Only the blocks
+have gradients. `col_idx` and `transposed_idx` describe the same pattern, once by rows and once by columns, so
+always update both. Otherwise products on the other side use the wrong blocks.
 """
 
 import math
@@ -30,22 +29,21 @@ from .stacks import AbstractSparseArray, check_values, is_stacked, largest, same
 
 
 class BlockSparseArray(ArrayOperators, AbstractSparseArray):
-    """A matrix that is zero outside some square blocks, or a stack of such matrices.
+    """A matrix with zeros outside some square blocks, or a stack of these.
 
     Products on either side, both forward and backward, take time proportional to the number of stored blocks,
-    and never form the dense matrix. As only stored blocks have gradients, a pruned weight remains pruned
+    and never form the dense matrix. Only stored blocks have gradients, so a pruned weight remains pruned
     during training.
 
-    Blocks are stored by block row (this layout is known as block-ELL), where every row has as many slots as
-    there are blocks in the fullest row. In practice this means that you don't want a single row to have many
-    more blocks than the others.
+    Blocks are stored by block row (this layout is known as block-ELL): every row has as many slots as there
+    are blocks in the fullest row. So avoid a single row with many more blocks than the others.
 
     **Arguments:**
 
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
         [`NF4Array`][quaxlike.NF4Array].
-    - `col_idx`: int32 `(*batch, rows, slots)`, the column of each block. Empty slots have index `columns`;
-        they are treated as zeros (whatever `blocks` contains), and have zero gradient.
+    - `col_idx`: int32 `(*batch, rows, slots)`, each block's column. Empty slots have index `columns`; they
+        are treated as zeros (whatever `blocks` contains), and have zero gradient.
     - `transposed_idx`: int32 `(*batch, columns, slots of a column)`, the blocks in each block column, as
         computed by [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this represents the transposed matrix. Default: False.
@@ -77,7 +75,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     def from_dense(
         cls, w: ArrayLike, *, block_size: int = 128, density: float | None = None, balanced: bool = True
     ) -> "BlockSparseArray":
-        """Keeps the largest blocks (by Euclidean norm) of a dense matrix.
+        """Keeps a dense matrix's largest blocks (by Euclidean norm).
 
         The choice depends on the values of `w`, so this can't be used under `jax.jit`.
 
@@ -89,8 +87,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         - `density`: the fraction of blocks to keep, in (0, 1]. Issues a warning if the matrix has too few
             blocks to come close to this. Default: keep all nonzero blocks, so that the matrix doesn't change.
         - `balanced`: with a `density`, whether to keep the same number of blocks in each block row, so that
-            there are no empty slots. Otherwise, we keep the largest blocks of the whole matrix, and each row
-            has as many slots as there are blocks in the fullest row. Default: True.
+            there are no empty slots. Otherwise, the whole matrix's largest blocks are kept, and each row has
+            as many slots as there are blocks in the fullest row. Default: True.
 
         **Returns:** the pruned matrix.
 
@@ -113,7 +111,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             raise ValueError(f"BlockSparseArray.from_dense takes 0 < density <= 1; found {density}.")
         *batch, n, k = w.shape
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
-        # Squares might overflow in half precision, so use float32.
+        # Squares may overflow in half precision, so use float32.
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
             masks = largest(norms, density, "the {} blocks of each row")
@@ -121,8 +119,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             flat = norms.reshape(*norms.shape[:-2], -1)
             masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
-        # The index of padding is out of bounds. So first clip it, which fills these slots with arbitrary
-        # blocks, and then clear them.
+        # The index of padding is out of bounds. Clipping it fills these slots with arbitrary blocks, so clear
+        # them afterwards.
         at = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, from_numpy(at), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
@@ -136,8 +134,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
-        - `col_idx`: `(*batch, rows, slots)`, concrete integers: the column of each block, which must be
-            distinct in each row; or `columns` for an empty slot.
+        - `col_idx`: `(*batch, rows, slots)`, concrete integers: each block's column, distinct in each row; or
+            `columns` for an empty slot.
         - `columns`: the number of block columns, `K / b`.
 
         **Returns:** an array with shape `(*batch, rows * b, columns * b)`.
@@ -159,9 +157,9 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             )
         *batch, rows, slots = col_idx.shape
         matrices = [col_idx[i] for i in np.ndindex(*batch)]
-        # Both indices are derived from the same pattern here, and mustn't be changed separately afterwards.
+        # Here both indices come from the same pattern. They mustn't be changed separately afterwards.
         each = [transposed_index(index, columns) for index in matrices]
-        # The matrices of a stack might have different numbers of slots, so pad these to the largest one.
+        # The matrices of a stack may have different numbers of slots, so pad to the largest one.
         width = max((index.shape[1] for index in each), default=0)
         padded = [
             np.pad(index, ((0, 0), (0, width - index.shape[1])), constant_values=rows * slots)
@@ -173,7 +171,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
-        """Converts a `scipy.sparse` matrix in any format. Only blocks that have an entry are stored.
+        """Converts a `scipy.sparse` matrix in any format. Only blocks with an entry are stored.
 
         **Arguments:**
 
@@ -227,7 +225,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def density(self) -> float:
-        """The slot count divided by the total block count. Note that this includes empty slots."""
+        """The slot count (including empty slots) divided by the total block count."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -278,8 +276,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
-        # If this is the tangent of a function, then JAX might have replaced the indices by zeros. We have to
-        # detect this, because otherwise all blocks would be added in the same position.
+        # If this is the tangent of a function, JAX may have replaced the indices by zeros. Detect this:
+        # otherwise all blocks are added in the same position.
         if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape
@@ -303,7 +301,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """Returns the columns of the blocks in each row, in increasing order and followed by padding."""
+    """Returns the blocks' columns in each row, in increasing order and followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

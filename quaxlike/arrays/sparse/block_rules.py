@@ -1,7 +1,7 @@
 """Rules for sums and axes of block-sparse arrays.
 
-Most of these only apply to batch axes, and they require all leaves to have these axes. (A block that is a
-Value might not.)
+Most of these only apply to batch axes, and require all leaves to have them. (A block that is a Value may
+not.)
 """
 
 import math

@@ -60,7 +60,7 @@ def _dot_general(
             return NotImplemented  # kernels accumulate in floating point
         product = functools.partial(_by_blocks, out_dtype=dtype)
         return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
-    # The CSR kernels require ordered elements, and a product that contracts a single axis of the matrix.
+    # The CSR kernels require ordered elements, and a product contracting a single axis of the matrix.
     if w.order is not None:
         product = functools.partial(_by_elements, out_dtype=dtype)
         y = dot_stack(w, x, product, dimension_numbers, on_left=on_left)
@@ -84,16 +84,16 @@ def _by_blocks(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype)
 
 
 def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """As `_by_blocks`, but for blocks that are Values, by multiplying one block row at a time.
+    """As `_by_blocks`, but for blocks that are Values: multiplies one block row at a time.
 
-    This uses the rules for the type of the blocks, and accumulates in `dtype`.
+    This uses the rules for the blocks' type, and accumulates in `dtype`.
     """
     b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
     x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
 
     def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
-        # Padding has a column index that is one past the last column, so that it reads this block of zeros.
+        # Padding has a column index one past the last column, so it reads this block of zeros.
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
         def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
@@ -119,7 +119,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
     """Contracts any axes, with elements in any order.
 
     Each element scales a row of `x`, and the scaled rows are then scattered into the result. This is slower
-    than the CSR kernels, but doesn't require the elements to be ordered.
+    than the CSR kernels, but doesn't require ordered elements.
     """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     shape, w = w.shape, unstacked(w)
@@ -152,11 +152,11 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
     """Multiplies two sparse arrays with concrete patterns.
 
-    This means that we can find all pairs of elements to be multiplied when tracing, using NumPy.
+    All elements to be multiplied can then be paired during tracing, using NumPy.
     """
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of pairs determines a shape, so we have to know it when tracing.
+    # The number of pairs determines a shape, so it has to be known during tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
     of_x, of_y = pairs(known_positions(at_x, x_summed, x.sizes), known_positions(at_y, y_summed, y.sizes))
@@ -182,10 +182,10 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     precedence=precedence.SPARSE_BESIDE_VALUES,
 )
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """The fallback if the other operand can only be multiplied by plain arrays, e.g. if it's quantised.
+    """The fallback if the other operand, e.g. a quantised one, can only be multiplied by plain arrays.
 
-    This is also used for two sparse arrays without any other rule. In that case we only materialise the
-    smaller one, so that the product still exploits the sparsity of the other.
+    This is also used for two sparse arrays without any other rule. It only materialises the smaller one, so
+    that the product still exploits the other's sparsity.
     """
     sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
     smallest = min(sparse, key=lambda v: v.size)

@@ -1,7 +1,6 @@
 """Elementwise functions and reductions of sparse arrays.
 
-Note that there are no rules for functions that don't map zero to zero, because their results wouldn't be
-sparse.
+Functions that don't map zero to zero have no rules, because their results aren't sparse.
 """
 
 import functools
@@ -45,8 +44,7 @@ def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
-    # Raising zero to the power of zero (or of a negative number) is one (or infinite), so the result wouldn't
-    # be sparse.
+    # Zero to the power of zero (or of a negative number) is one (or infinite), so the result isn't sparse.
     return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
@@ -59,8 +57,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("div")
 def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
-    # If the other array is larger then broadcasting would repeat the elements, so the result would have a
-    # different pattern.
+    # If the other array is larger, broadcasting repeats the elements, so the result has a different pattern.
     if not is_covered(x, y):
         return NotImplemented
     y = jnp.asarray(y)
@@ -76,7 +73,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 
 @register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Adds the elements to a dense array or a scalar, for which the result is dense."""
+    """Adds the elements to a dense array or a scalar. The result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _combined(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
@@ -89,7 +86,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
-    """Returns the product, sum or difference of two arrays, merging their patterns if these differ."""
+    """Returns the product, sum or difference of two arrays, merging different patterns."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
     if x.has_pattern_of(y):
@@ -97,10 +94,10 @@ def _combined(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArr
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of merged elements determines a shape, so we have to know both patterns when tracing.
+    # The number of merged elements determines a shape, so both patterns have to be known during tracing.
     if at_x is None or at_y is None:
         return NotImplemented
-    # A product is only nonzero in positions that are stored by both arrays.
+    # A product is only nonzero in positions stored by both arrays.
     if primitive.name == "mul":
         axes = range(len(x.sizes))
         of_x, of_y = pairs(known_positions(at_x, axes, x.sizes), known_positions(at_y, axes, x.sizes))
@@ -124,11 +121,11 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[Any], **params: Any) -> Any:
 
 @register(["reduce_or", "reduce_and"])
 def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[Any], **params: Any) -> Any:
-    """Reduces booleans by counting how many of them are True."""
+    """Reduces booleans by counting those that are True."""
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented
-    # Elements that aren't stored are False. So `and` is only True if every element is stored and is True.
+    # Elements not stored are False, so `and` is only True if every element is stored and True.
     count = _reduce_sum(x.replace(data=x.data.astype(jnp.int32)), axes=axes)
     if count is NotImplemented:
         return NotImplemented

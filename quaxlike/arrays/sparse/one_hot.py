@@ -24,13 +24,13 @@ from .stacks import is_covered
 class OneHotVector(ArrayOperators, ArrayValue):
     """A vector that is `value` at `index`, and zero elsewhere.
 
-    If `value` and `index` have leading axes then these are the axes of a stack, as created by `jax.vmap`.
+    Any leading axes of `value` and `index` are the axes of a stack, as created by `jax.vmap`.
 
     **Arguments:**
 
     - `value`: the element's value, with shape `()`, or `(*batch,)` for a stack of vectors.
-    - `index`: the element's index, an integer with the same shape as `value`. If this is out of bounds
-        then the vector is zero.
+    - `index`: the element's index, an integer with the same shape as `value`. Out of bounds, the vector is
+        zero.
     - `length`: the vector's length.
 
     !!! example
@@ -79,12 +79,12 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Contracts the last axis of `y` with the vector."""
+    """Contracts `y`'s last axis with the vector."""
     return get_at(jnp.moveaxis(y, -1, 0), (_place(x),), 0) * _if_held(x, x.value).astype(y.dtype)
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
-    """Implements `dot_general` for a vector and an array, as a lookup along the contracted axis."""
+    """Implements `dot_general` for a vector and an array by a lookup along the contracted axis."""
     of_x, of_y = dot_axes(x, y, dimension_numbers, on_left=on_left)
     if of_x.contracting != (x.value.ndim,):
         return NotImplemented  # this contracts no axis at all, or a batch axis
@@ -136,12 +136,12 @@ def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any
 
 @register(["mul", "div"])
 def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params: Any) -> Any:
-    # In general the two indices are different, in which case the result isn't a multiple of either vector.
+    # In general the two indices differ, and the result isn't a multiple of either vector.
     return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Broadcasts `y` to `x`'s shape and then takes the elements at the index of `x`."""
+    """Broadcasts `y` to `x`'s shape, then takes the elements at `x`'s index."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

@@ -33,7 +33,7 @@ from .unstructured import SparseArray, fits_int32, flattened, smaller, unflatten
 @register("transpose")
 def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
-    # If a batch axis is moved amongst the sparse axes then every element needs an index along it.
+    # If a batch axis is moved amongst the sparse axes, every element needs an index along it.
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
     x = transpose_batch(x, permutation[:n])
@@ -41,7 +41,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
     return x.replace(
         indices=tuple(x.indices[axis] for axis in moved),
         sizes=tuple(x.sizes[axis] for axis in moved),
-        # There's no need to reorder the elements: `major` records which axis we call rows.
+        # There's no need to reorder the elements: `major` records which axis is called rows.
         major=x.major if x.order is None or moved == [0, 1] else 1 - x.major,
     )
 
@@ -80,7 +80,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any
 def _broadcast_in_dim(
     x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds leading axes as batch axes. Along any other new axis we have to repeat the elements."""
+    """Adds leading axes as batch axes. Repeats the elements along any other new axis."""
     if params.get("sharding") is not None:
         return NotImplemented
     out = broadcast_stack(x, shape, broadcast_dimensions)
@@ -88,7 +88,7 @@ def _broadcast_in_dim(
         return out
     x = unstacked(x)
     from_axis = dict(zip(broadcast_dimensions, range(len(x.sizes)), strict=True))
-    # Elements are repeated along new axes, and along axes of size one that are expanded.
+    # Elements are repeated along new axes, and along expanded axes of size one.
     grown = [axis for axis in range(len(shape)) if axis not in from_axis or x.sizes[from_axis[axis]] == 1]
     grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
     repeats = (x.nse, *(shape[axis] for axis in grown))
@@ -114,8 +114,7 @@ def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseA
     if all(axis < n for axis in dimensions):
         return x
     indices = [
-        # Make sure not to reverse the index of padding. It would become -1, and so would refer to the last
-        # element.
+        # Don't reverse the index of padding. It would become -1, and refer to the last element.
         jnp.where(x.is_stored, size - 1 - index, size) if axis + n in dimensions else index
         for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
     ]
@@ -137,7 +136,7 @@ def _concatenate(*xs: SparseArray, dimension: Any, **params: Any) -> SparseArray
     before = 0
     for x in xs:
         indices = list(x.indices)
-        # The index of padding is the axis size, so it has to be increased along with the axis.
+        # The index of padding is the axis size, so increase it along with the axis.
         indices[along] = jnp.where(x.is_stored, indices[along] + before, total)
         parts.append([x.data, *indices])
         before += x.sizes[along]
@@ -169,7 +168,7 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
     shape = [1] * (xs[0].ndim + 1)
     for size, place in zip(xs[0].shape, new, strict=True):
         shape[place] = size
-    # Stacking is the same as first adding an axis of size one and then concatenating along it.
+    # Stacking is the same as adding an axis of size one, and concatenating along it.
     parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
     return _concatenate(*parts, dimension=axis)
 
@@ -215,12 +214,12 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
-    """Slices an array. Any elements outside the slice become padding."""
+    """Slices an array. Elements outside the slice become padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
-        # The number of elements in a slice depends on their indices, so we can't use it as a shape. Instead,
-        # we keep all elements and convert the ones outside the slice to padding.
+        # The number of elements in a slice depends on their indices, so it can't be a shape. Instead, keep
+        # all elements, and convert the ones outside the slice to padding.
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
@@ -229,8 +228,8 @@ def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Seq
 
 
 # -------------------------------------------------------------------------------------------------
-# Gathers rows or columns of a matrix at dynamic indices, as for an embedding. The result is dense, since rows
-# of an embedding are activations. No other rows are read.
+# Gathers rows or columns of a matrix at dynamic indices, as for an embedding. The result is dense: rows of an
+# embedding are activations. No other rows are read.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +245,8 @@ def _gather(
     **params: Any,
 ) -> Any:
     dims = dimension_numbers
-    # A slice of a whole axis only has one valid index, namely zero. Any other index is either clamped to this
-    # or filled.
+    # The only valid index for a slice of a whole axis is zero. Any other index is either clamped to this or
+    # filled.
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != x.shape[axis]]
     outside = fill_value_of(mode, fill_value, x.dtype)
     is_one_line = len(indexed) == 1 and (outside is None or len(dims.start_index_map) == 1)
@@ -272,7 +271,7 @@ def _gather(
 def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*batch"]) -> Array | Any:
     """Returns the rows of a matrix (or its columns, if `axis` is 1) at these positions, `(*batch, size)`.
 
-    Returns `NotImplemented` if we would have to read the whole matrix to find them.
+    Returns `NotImplemented` if finding them requires reading the whole matrix.
     """
     stored, look_up = (
         (x.data, _lines_of_elements) if isinstance(x, SparseArray) else (x.blocks, _lines_of_blocks)
@@ -284,15 +283,14 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
 def _lines_of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
-    # If the elements aren't ordered then those of a given row could be anywhere, so we'd have to look at all
-    # elements.
+    # Without an order, a row's elements can be anywhere, so finding them means looking at all elements.
     if csr is None:
         return NotImplemented
     data, pointer, across = x.data, csr.row_ptr, csr.columns
     if axis != x.major:
         data, pointer, across = data[csr.by_column], csr.column_ptr, csr.rows[csr.by_column]
     width = min(size, x.nse)
-    # If the pattern is known, then we only need as many slots as there are elements in the fullest row.
+    # If the pattern is known, as many slots as there are elements in the fullest row are enough.
     if not isinstance(pointer, jax.core.Tracer):
         width = int(np.diff(np.asarray(pointer)).max(initial=0))
     number = jnp.arange(width, dtype=jnp.int32).reshape((1,) * positions.ndim + (-1,))
@@ -307,11 +305,11 @@ def _lines_of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
         return NotImplemented
     rows, slots, b, _ = x.blocks.shape
     block, inside = positions // b, positions % b
-    if axis == x.transposed:  # these are rows of the stored matrix
+    if axis == x.transposed:  # rows of the stored matrix
         at, number = x.col_idx[block], x.transposed_idx.shape[0]
         found = jnp.moveaxis(x.blocks, 2, 1)[block, inside]
     else:
-        # These are columns of the stored matrix, for which `transposed_idx` contains flat indices of slots.
+        # Columns of the stored matrix: `transposed_idx` contains flat indices of slots.
         stored, number = x.transposed_idx[block], rows
         at = stored // max(slots, 1)
         flat = jnp.moveaxis(x.blocks.reshape(rows * slots, b, b), 2, 1)
@@ -321,8 +319,8 @@ def _lines_of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`. This turns the
-    stored elements of each row into a dense row.
+    """Scatters `found`, `(*batch, slots, ...)`, into zeros, `(*batch, size, ...)`. This turns each row's
+    stored elements into a dense row.
     """
     n = at.ndim - 1
     zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)

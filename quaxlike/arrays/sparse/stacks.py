@@ -1,7 +1,7 @@
 """Stacks of sparse arrays.
 
-Kernels only know how to multiply by a single matrix, so this is where we implement `dot_general` (with any
-batch axes) in terms of such products.
+Kernels only multiply by a single matrix, so this implements `dot_general` (with any batch axes) in terms of
+these products.
 """
 
 import abc
@@ -33,16 +33,16 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """Multiplies an array by `w`, all of whose leaves must have its batch axes as their leading axes.
+    """Multiplies an array by `w`. All its leaves must have its batch axes as their leading axes.
 
     **Arguments:**
 
     - `w`: `(*batch, n0, n1)`.
     - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of a single matrix with the last axis of `x`,
-        which is replaced by the matrix's other axis.
+        replacing it by the matrix's other axis.
     - `dimension_numbers`: the parameter for `dot_general(w, x)`, or `dot_general(x, w)` if not `on_left`.
 
-    **Returns:** the product, or `NotImplemented` if this doesn't contract precisely one axis of the matrices.
+    **Returns:** the product. `NotImplemented` unless this contracts precisely one matrix axis.
     """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     num_batch, batch = w.ndim - 2, of_w.batch
@@ -59,7 +59,7 @@ def dot_stack(
     def product(w: Any, x: Array) -> Array:
         return matmul(w, x, axis - num_batch)
 
-    # For batch axes that only `w` has, all matrices are multiplied by the same `x`.
+    # Along batch axes only in `w`, all matrices are multiplied by the same `x`.
     for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
     y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the matrix's other axis)
@@ -69,15 +69,15 @@ def dot_stack(
 
 
 class AbstractSparseArray(ArrayValue):
-    """The base class of sparse arrays, for which all leaves have the batch axes."""
+    """The base class of sparse arrays. All leaves have the batch axes."""
 
     @property
     @abc.abstractmethod
     def num_batch(self) -> int:
-        """The number of leading axes that are batch axes."""
+        """The number of batch axes, which come first."""
 
     def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
-        """Replaces each leaf by `fn(leaf, own)`, where the leaf's last `own` axes aren't batch axes."""
+        """Replaces each leaf by `fn(leaf, own)`, where all but the last `own` axes are batch axes."""
         n = self.num_batch
         return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
 
@@ -89,15 +89,15 @@ class AbstractSparseArray(ArrayValue):
     def elements(self) -> Any:
         """The stored elements, for use in elementwise functions and reductions.
 
-        Padding is set to zero unless this is a Value. (Products and scatters don't need this, because they
-        ignore any elements whose index is out of bounds.)
+        Padding is set to zero unless this is a Value. (Products and scatters don't need this: they ignore any
+        elements with an index out of bounds.)
         """
 
     def check_not_zeros(self, pattern: Sequence[Any]) -> None:
-        """Raises an error if all indices of a pattern are known to be zero, although this isn't possible.
+        """Raises an error if all indices of a pattern are known to be zero, which is never valid.
 
-        This happens if `jax.jacfwd` replaces the pattern, which doesn't have a derivative, by zeros. Without
-        this check, we would silently add all elements in the same position.
+        This happens if `jax.jacfwd` replaces the pattern, which has no derivative, by zeros. Without this
+        check, all elements would silently be added in the same position.
         """
         known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
         if known and not any(np.asarray(index).any() for index in pattern):
@@ -109,8 +109,8 @@ class AbstractSparseArray(ArrayValue):
 
     @abc.abstractmethod
     def elements_of(self, y: Array) -> Array:
-        """Broadcasts `y` and then takes the elements at the stored positions. Returns 1 for padding, so that
-        it's safe to divide by this.
+        """Broadcasts `y`, then takes the elements at the stored positions. Returns 1 for padding, so that
+        dividing by this is safe.
         """
 
     @abc.abstractmethod
@@ -122,8 +122,8 @@ class AbstractSparseArray(ArrayValue):
         """Returns whether the other array is known to store the same positions in the same order."""
 
     def widen(self, like: Value) -> Any:
-        """Materialises if `like` has a different layout, e.g. if it's stored by columns or has a different
-        number of elements.
+        """Materialises if `like` has a different layout, e.g. storage by columns, or another number of
+        elements.
         """
         same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
@@ -137,7 +137,7 @@ class AbstractSparseArray(ArrayValue):
 
 
 def is_stacked(w: Any) -> bool:
-    """Returns whether all leaves of a field have its leading axes."""
+    """Returns whether all of a field's leaves have its leading axes."""
     if not isinstance(w, ArrayValue):
         return True
     axes = w.leading_axis()
@@ -145,7 +145,7 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """Implements `shard_spec`, provided that all leaves have the batch axes."""
+    """Implements `shard_spec`, provided all leaves have the batch axes."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
@@ -156,7 +156,7 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
 
 
 def check_values(x: Any, chooses: str, name: str) -> None:
-    """Raises a `ValueError` for a tracer, if the pattern would depend on its values."""
+    """Raises a `ValueError` for a tracer: the pattern would depend on its values."""
     if isinstance(x, jax.core.Tracer):
         raise ValueError(
             f"{chooses} by the values of {name}, which are not known under jit, vmap or grad; found a "
@@ -164,15 +164,15 @@ def check_values(x: Any, chooses: str, name: str) -> None:
         )
 
 
-# The relative error up to which we consider a requested density to be met, so that we don't issue a warning.
+# The relative error up to which a requested density counts as met, without a warning.
 _NEAR = 0.05
 
 
 def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
-    """Returns a mask of the largest entries along the last axis, given the fraction to keep.
+    """Returns a mask for the largest entries along the last axis, given the fraction to keep.
 
-    If `density` is None then this keeps all nonzeros. `of` describes the entries, and is used in the warning
-    if the density can't be met.
+    If `density` is None then all nonzeros are kept. `of` describes the entries in the warning issued if the
+    density can't be met.
     """
     if density is None:
         return sizes != 0
@@ -184,7 +184,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
             f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
             stacklevel=4,  # skips `from_dense` and `checked`
         )
-    # Use a stable sort, so that the choice amongst equal entries doesn't depend on the platform.
+    # With a stable sort, the choice amongst equal entries doesn't depend on the platform.
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)
@@ -192,7 +192,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Returns whether an elementwise function of `w` and `y` would have `w`'s shape."""
+    """Returns whether an elementwise function of `w` and `y` has `w`'s shape."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
@@ -207,8 +207,8 @@ def same_index(x: Any, y: Any) -> bool:
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
     """Implements `broadcast_in_dim` for batch axes.
 
-    Returns `NotImplemented` if this would affect the axes of the matrices, because stored elements can't be
-    repeated along these without changing the pattern.
+    Returns `NotImplemented` if this affects the matrices' axes: repeating stored elements along these changes
+    the pattern.
     """
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))

@@ -1,8 +1,8 @@
-"""`SparseArray`: an array for which only some elements are stored.
+"""`SparseArray`: an array with only some elements stored.
 
 No position occurs twice, and the index of padding is one past the end. Elementwise functions rely on this.
-(If there were two elements in the same position then we would have to add them before applying the function,
-because e.g. the square of a sum isn't the sum of the squares.)
+(Two elements in the same position would have to be added before applying a function: e.g. the square of a sum
+isn't the sum of the squares.)
 """
 
 import functools
@@ -30,12 +30,12 @@ from .stacks import AbstractSparseArray, check_values, largest, same_index, shar
 
 
 class SparseArray(ArrayOperators, AbstractSparseArray):
-    """An array that is zero except for some elements, which can be in any position.
+    """An array of zeros except for some elements, in any position.
 
-    Products with a matrix on either side, both forward and backward, take time linear in the number of
-    stored elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of
-    the sparse axes are batch axes (as created by `jax.vmap`), which stack arrays with the same
-    number of stored elements.
+    Products with a matrix on either side, both forward and backward, take time linear in the number of stored
+    elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of the
+    sparse axes are batch axes (as created by `jax.vmap`): they stack arrays with the same number of stored
+    elements.
 
     This is usually created by `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
 
@@ -45,11 +45,11 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     - `indices`: for each sparse axis, the element indices, int32 `(*batch, elements)`. All positions
         must be distinct. The index of padding is the axis size, along every axis; padding is treated as zero
         (whatever `data` contains), and has zero gradient.
-    - `sizes`: the sizes of the sparse axes.
-    - `order`: for a matrix whose elements are in [`csr_index`][quaxlike.kernels.csr_index] order, its
-        `row_ptr`, `by_column` and `column_ptr`. None for any other order, which makes products slower, and
-        for arrays that aren't matrices.
-    - `major`: the axis that indexes the rows described by `order`.
+    - `sizes`: the sparse axes' sizes.
+    - `order`: for a matrix with elements in [`csr_index`][quaxlike.kernels.csr_index] order, its `row_ptr`,
+        `by_column` and `column_ptr`. None for any other order (this makes products slower), and for arrays
+        that aren't matrices.
+    - `major`: the axis indexing the rows described by `order`.
 
     **Raises:** `ValueError` if the shapes are inconsistent, if any size is negative, or if concrete indices
     are out of bounds or not distinct.
@@ -83,15 +83,15 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         if min(self.sizes) < 0:
             raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
-        # We can't check indices that are traced. (But all of our own methods that produce these ensure that
-        # positions are distinct.)
+        # Traced indices can't be checked. (But all of our own methods producing them keep positions
+        # distinct.)
         if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
     @classmethod
     @checked
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
-        """Keeps all nonzero elements, or the ones with the largest magnitude.
+        """Keeps all nonzero elements, or those with the largest magnitude.
 
         The choice depends on the values of `x`, so this can't be used under `jax.jit`.
 
@@ -100,8 +100,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         - `x`: any array.
         - `density`: the fraction to keep, in (0, 1]. Issues a warning if the array has too few
             elements to come close to this. Default: keep all nonzeros, so that the array doesn't change.
-        - `stacked`: the number of leading axes that stack arrays with separate patterns, for use with `vmap`
-            or `lax.scan`. Default: 0.
+        - `stacked`: the number of leading axes stacking arrays with separate patterns, for use with `vmap` or
+            `lax.scan`. Default: 0.
 
         **Raises:** `ValueError` if the density is out of bounds, or if there are fewer axes than stacked
         ones.
@@ -131,9 +131,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `data`: `(*batch, elements)`, which can be traced.
-        - `indices`: `(*batch, elements, axes)`, concrete integers: each element's position. Elements
-            that are out of bounds are treated as zero.
-        - `shape`: the shape of the whole array, `(*batch, *sizes)`.
+        - `indices`: `(*batch, elements, axes)`, concrete integers: each element's position. Elements out of
+            bounds are treated as zero.
+        - `shape`: the whole array's shape, `(*batch, *sizes)`.
 
         **Raises:** `ValueError` if the shapes are inconsistent, or if the indices are traced.
         """
@@ -162,11 +162,10 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         flat = np.ravel_multi_index(tuple(np.moveaxis(clipped, -1, 0)), sizes) if indices.size else inside
         # All padding has the same position, one past the end, so that sorting moves it behind the elements.
         flat = np.where(inside, flat, math.prod(sizes))
-        # In the common case, the indices are already sorted without duplicates, and we don't have to reorder
-        # `data`.
+        # Usually, the indices are already sorted without duplicates, so there's no need to reorder `data`.
         if (np.diff(flat) > 0).all():
             return cls._at_places(data, flat, sizes)
-        # Otherwise sort the elements and sum duplicates, padding the arrays of a stack to a common size.
+        # Otherwise sort the elements, and sum duplicates. Pad the arrays of a stack to a common size.
         each = [np.unique(row, return_inverse=True) for row in flat.reshape(math.prod(batch), flat.shape[-1])]
         width = max((len(places) for places, _ in each), default=0)
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
@@ -180,13 +179,12 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         """Creates an array from elements at flat indices `places`, sorted with padding at the end."""
         inside = places < math.prod(sizes)
         if not inside.all():
-            # Other formats have arbitrary values for padding. Clear these, because leaves might be summed or
-            # compared.
+            # Other formats have arbitrary values for padding. Clear these: leaves may be summed or compared.
             data = jnp.where(inside, data, jnp.zeros_like(data))
         coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
         indices = [np.where(inside, c, size) for c, size in zip(coordinates, sizes, strict=True)]
         indices = [index.astype(np.int32) for index in indices]
-        # The pattern is concrete, so we can also compute the CSR index of a matrix.
+        # The pattern is concrete, so also compute the CSR index of a matrix.
         order, count = None, math.prod(places.shape[:-1])
         if len(sizes) == 2 and count:
             pairs = zip(*(index.reshape(count, places.shape[-1]) for index in indices), strict=True)
@@ -200,7 +198,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
         """Converts a `jax.experimental.sparse.BCOO`. Batch axes are preserved; dense axes become sparse axes.
 
-        If the indices are traced (e.g. under `jax.jit`) then the elements aren't reordered.
+        Elements with traced indices (e.g. under `jax.jit`) aren't reordered.
         """
         from jax.experimental import sparse
 
@@ -219,7 +217,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         indices = jnp.broadcast_to(matrix.indices, (*batch, *matrix.indices.shape[matrix.n_batch :]))
         if not isinstance(indices, jax.core.Tracer):
             return cls.from_coo(data, indices, matrix.shape)
-        # We can't sort traced indices here, but we still have to sum any duplicates.
+        # Traced indices can't be sorted here, but duplicates still have to be summed.
         if not matrix.unique_indices:
             matrix = sparse.BCOO((data, indices), shape=matrix.shape)
             with jax.numpy_rank_promotion("allow"):  # JAX relies on rank promotion here
@@ -294,14 +292,14 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def csr(self) -> CsrIndex | None:
-        """The CSR index of the matrix whose rows are axis `major`; None if the elements aren't ordered."""
+        """The CSR index of the matrix with rows along axis `major`. None if the elements aren't ordered."""
         if self.order is None:
             return None
         return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
 
     @property
     def is_stored(self) -> Bool[Array, "*batch elements"]:
-        """A mask of the elements that aren't padding."""
+        """A mask for the elements, as opposed to padding."""
         return self.indices[0] < self.sizes[0]
 
     @property
@@ -315,8 +313,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         n = self.num_batch
         y = jnp.broadcast_to(y, (*self.shape[:n], *y.shape[n:]))
         at = [
-            # The only index along an axis that is broadcast is 0. Use 1 for padding, so that it's still out
-            # of bounds.
+            # The only index along a broadcast axis is 0. Use 1 for padding, which is still out of bounds.
             jnp.where(index < size, 0, 1) if along == 1 else index
             for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
         ]
@@ -333,9 +330,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return replace_fields(self, **fields)
 
     def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
-        """Replaces the elements by other ones, which can be in any order.
+        """Replaces the elements by other ones, in any order.
 
-        Note that this doesn't check the indices, which must be distinct.
+        Doesn't check the indices, which must be distinct.
         """
         return replace_fields(
             self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
@@ -345,8 +342,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        # As positions are distinct, at most one element can have only zeros as indices. So if there are two
-        # elements then something is wrong if all indices are zero. For a matrix in CSR order even a single
+        # Positions are distinct, so at most one element can have only zeros as indices: if there are two
+        # elements, something is wrong if all indices are zero. For a matrix in CSR order, even a single
         # element is enough, because its row pointers end with the number of elements.
         if self.nse >= (2 if self.order is None else 1):
             self.check_not_zeros([*self.indices, *(self.order or ())])
@@ -360,7 +357,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
-    """Checks that all positions, `(*batch, elements, axes)`, are either distinct or padding."""
+    """Checks that all positions, `(*batch, elements, axes)`, are distinct or padding."""
     inside = ((indices >= 0) & (indices < sizes)).all(-1)
     padding = (indices == sizes).all(-1)
     if not (inside | padding).all():
@@ -401,7 +398,7 @@ def flattened(
 ) -> Int32[Array, " elements"]:
     """Returns flat indices into an array with these sizes.
 
-    For elements that aren't `inside`, this is the total size, which is out of bounds.
+    For elements not `inside`, this is the total size, which is out of bounds.
     """
     flat = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
@@ -421,12 +418,12 @@ def unflattened(
 
 
 def fits_int32(sizes: Sequence[int]) -> bool:
-    """Returns whether flat indices into an array with these sizes are representable in int32."""
+    """Returns whether flat indices into an array with these sizes fit into int32."""
     return math.prod(sizes) < 2**31
 
 
 def smaller(x: SparseArray) -> Any:
-    """Returns `x`, or materialises it if the dense array isn't any larger than the stored elements."""
+    """Materialises `x` if the dense array isn't any larger than the stored elements."""
     return x.materialise() if x.data.size >= x.size else x
 
 
@@ -434,7 +431,7 @@ def smaller(x: SparseArray) -> Any:
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:
-    """Returns the indices, `(elements, axes)`; None if they are traced, or if this is a stack."""
+    """Returns the indices, `(elements, axes)`. None if they are traced, or for a stack."""
     if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
         return None
     return np.stack([np.asarray(index) for index in x.indices], -1)
@@ -451,12 +448,12 @@ def known_positions(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[in
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all pairs of positions at which `x` and `y` have the same nonnegative value.
+    """Returns all pairs of positions with the same nonnegative value in `x` and `y`.
 
-    This is a join of two tables. We use it to find the elements to be multiplied with each other.
+    This is a join of two tables. It finds the elements to be multiplied with each other.
     """
     order = np.argsort(y, kind="stable")
-    # Once `y` is sorted, the entries that are equal to an entry of `x` are contiguous.
+    # Once `y` is sorted, the entries equal to an entry of `x` are contiguous.
     first = np.searchsorted(y[order], x, side="left")
     counts = np.searchsorted(y[order], x, side="right") - first
     counts[x < 0] = 0

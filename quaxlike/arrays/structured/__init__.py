@@ -1,7 +1,7 @@
 """Structured matrices: diagonal, block-diagonal, block-circulant, tridiagonal, Kronecker and low-rank.
 
-Under `quaxify`, products as well as `jnp.linalg.solve`, `jnp.linalg.inv`, `jnp.linalg.slogdet` and
-`jnp.linalg.det` exploit this structure, which is typically much faster than using the dense matrix.
+Under `quaxify`, products, `jnp.linalg.solve`, `jnp.linalg.inv`, `jnp.linalg.slogdet` and `jnp.linalg.det`
+exploit this structure. This is typically much faster than using the dense matrix.
 """
 
 # These are imported to register their rules.

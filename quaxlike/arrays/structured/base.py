@@ -1,8 +1,7 @@
 """`StructuredMatrix`: the base class for matrices with several parts, with leading batch axes.
 
-A part doesn't need to have all batch axes. It can omit some leading ones, in which case it's shared
-along these. Note that we always compute the shape from the parts. (We could instead store it as a static
-field, but this would become incorrect under `vmap`, which removes an axis from every part.)
+A part can omit leading batch axes, and is then shared along these. The shape is always computed from the
+parts: a static field would become incorrect under `vmap`, which removes an axis from every part.
 """
 
 import abc
@@ -28,10 +27,10 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 
 
 class StructuredMatrix(ArrayOperators, ArrayValue):
-    """A matrix, or a stack of matrices, composed of smaller arrays (its parts).
+    """A matrix, or a stack of matrices, made from smaller arrays (its parts).
 
-    Any additional axes at the front of a part are batch axes. A part can omit some leading batch axes,
-    in which case it's shared along these. For example, a stack of low-rank updates can have a single base.
+    Additional axes at the front of a part are batch axes. A part can omit leading batch axes, and is then
+    shared along these. For example, a stack of low-rank updates can have a single base.
     """
 
     CORE: ClassVar[dict[str, int]]
@@ -62,16 +61,15 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def transposed(self) -> "StructuredMatrix":
         """Swaps the last two axes."""
 
-    # Rules call these methods via `inside`, so that parts are allowed to be Values.
+    # Rules call these methods via `inside`, so that parts can be Values.
 
     @abc.abstractmethod
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        """Multiplies by `x`, with shape `(..., n, k)`, whose batch axes are broadcast against the matrix's
-        batch axes.
+        """Multiplies by `x`, with shape `(..., n, k)`. Its batch axes are broadcast against the matrix's.
 
         **Arguments:**
 
-        - `product`: the function that multiplies a part by `x`. Default: `jnp.matmul`.
+        - `product`: the function for multiplying a part by `x`. Default: `jnp.matmul`.
         """
 
     @abc.abstractmethod
@@ -80,7 +78,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """Returns the inverse, which is structured if any of these types can represent it."""
+        """Returns the inverse, structured if any of these types can represent it."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
@@ -88,20 +86,20 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def det(self) -> Any:
-        """Returns the determinant, which is differentiable even if it's zero."""
+        """Returns the determinant, differentiable even if it's zero."""
 
     @abc.abstractmethod
     def diagonal_elements(self) -> Any:
         """Returns the diagonal, with shape `(*batch, min(m, n))`."""
 
-    # The following methods are called by rules for several types. If the method of one operand declines, then
-    # we try the method of the other operand. If this declines as well then we materialise.
+    # The following methods are called by rules for several types. If one operand's method declines, the
+    # other's is tried. If both decline then we materialise.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
         """Returns the rows and columns of each part's elements, as one-dimensional arrays.
 
-        This is only possible if the matrix is zero everywhere else. It means that e.g. elementwise products
-        can be computed for each part separately. Any other type returns None.
+        Returns None unless the matrix is zero everywhere else. If so, then e.g. elementwise products can be
+        computed for each part separately.
         """
         return None
 
@@ -122,16 +120,16 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.paired(other, by) if same else NotImplemented
 
     def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
-        """Converts `other` to this type, if every part corresponds to one of this type.
+        """Converts `other` to this type, if every part has a counterpart.
 
-        For example, a diagonal matrix can be converted to a tridiagonal one, so that these can be added.
+        For example, a diagonal matrix can be converted to a tridiagonal one, so that they can be added.
         """
         if type(other) is type(self):
             return other
         mine, its = self.places(), other.places()
         if mine is None or its is None:
             return NotImplemented
-        # Match parts by the positions of their elements. Parts that `other` doesn't have are zero.
+        # Match parts by the positions of their elements. Parts missing from `other` are zero.
         parts: dict[str, Any] = {}
         for name, place in mine.items():
             same = [key for key, at in its.items() if all(map(np.array_equal, place, at))][:1]
@@ -163,7 +161,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @property
     def has_solver(self) -> bool:
-        """Whether linear systems exploit the structure. If not, then we factorise the dense matrix."""
+        """Whether linear systems exploit the structure. If not, the dense matrix is factorised."""
         return True
 
     @property
@@ -186,7 +184,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
-        """Replaces each part by `fn(part, n)`, where the part's last `n` axes aren't batch axes."""
+        """Replaces each part by `fn(part, n)`, where all but the last `n` axes are batch axes."""
         return self.with_parts(
             {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
         )
@@ -195,14 +193,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """Adds any missing batch axes to every part, so that no part is shared any more."""
+        """Adds any missing batch axes to every part, so that no part is shared."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
     def repeated(self: _M, shape: tuple[int, ...]) -> _M | NotImplementedType:
         """Repeats the matrix along batch axes, as when broadcasting it against an array with this shape.
 
-        Declines if this would repeat rows or columns, since the result wouldn't have the same structure.
+        Declines if this repeats rows or columns, since the result has a different structure.
         """
         full = np.broadcast_shapes(self.shape, shape)
         if full[-2:] != self.matrix_shape:
@@ -232,10 +230,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """Adds any batch axes that each part has in `like`. If dtypes differ from the ones in `like`, then
-        this also converts all parts to a single dtype.
+        """Adds the batch axes each part has in `like`. If dtypes differ from `like`, also converts all parts
+        to a single dtype.
 
-        We materialise if the parts have different sizes or types, for which there's no common structure.
+        Materialises if the parts have different sizes or types, and hence no common structure.
         """
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
@@ -251,7 +249,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.batch:
-            return NotImplemented  # a row of a matrix isn't structured
+            return NotImplemented  # a single row isn't structured
         n = len(self.batch)
         return leading_axes((part, part.ndim - self.CORE[name] >= n) for name, part in self.parts.items())
 
@@ -268,7 +266,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
 
 def inside(fn: Callable[..., Any], *operands: Any) -> Any:
-    """Calls `fn(*operands)` under `quaxify`, so that it dispatches on the parts of structured operands."""
+    """Calls `fn(*operands)` under `quaxify`, dispatching on the parts of structured operands."""
 
     def on_parts(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
@@ -311,7 +309,7 @@ def lead(part: Any, ndim: int) -> Any:
 def solve_part(part: Any, b: Any) -> Any:
     """Computes `jnp.linalg.solve` for a part, and a `b` with shape `(*batch, n, k)`.
 
-    A part that's shared along batch axes is only factorised once.
+    A part shared along batch axes is only factorised once.
     """
     batch = b.shape[:-2]
     if part.ndim > 2:

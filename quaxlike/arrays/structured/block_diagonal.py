@@ -13,9 +13,9 @@ from .base import StructuredMatrix, as_part, diagonal_of, lead
 
 
 class BlockDiagonalMatrix(StructuredMatrix):
-    """A matrix with blocks of equal shape along its diagonal and zeros everywhere else.
+    """A matrix with blocks of equal shape along its diagonal, and zeros elsewhere.
 
-    Products take time proportional to the block size, rather than to the size of the whole matrix.
+    Products take time proportional to the size of the blocks, rather than that of the whole matrix.
 
     **Arguments:**
 
@@ -87,8 +87,8 @@ class BlockDiagonalMatrix(StructuredMatrix):
 
     def after_diagonal(self, diagonal: Any) -> "BlockDiagonalMatrix":
         by_row = jnp.reshape(diagonal, (*diagonal.shape[:-1], *self.blocks.shape[-3:-1], 1))
-        # Either of these might have more batch axes than the other. We align them explicitly, because users
-        # might have disabled rank promotion.
+        # Either of these may have more batch axes. Align them explicitly: users may have disabled rank
+        # promotion.
         ndim = max(by_row.ndim, self.blocks.ndim)
         return replace_fields(self, blocks=lead(by_row, ndim) * lead(self.blocks, ndim))
 
@@ -129,7 +129,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         n, p, q = self.blocks.shape[-3:]
         if p == q:
             return jnp.reshape(diagonal_of(self.blocks), (*self.batch, n * p))
-        # If the blocks aren't square then some of the diagonal is outside them.
+        # If the blocks aren't square, some of the diagonal is outside them.
         i = jnp.arange(min(self.matrix_shape))
         inside = self.blocks[..., i // p, i % p, i % q]
         return jnp.where(i // p == i // q, inside, jnp.zeros_like(inside))

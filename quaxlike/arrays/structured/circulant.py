@@ -1,4 +1,4 @@
-"""`BlockCirculantMatrix`: a matrix of blocks whose rows are cyclic shifts of each other."""
+"""`BlockCirculantMatrix`: a matrix of circulant blocks, in which rows are cyclic shifts of each other."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -16,9 +16,9 @@ from .base import StructuredMatrix, as_part
 class BlockCirculantMatrix(StructuredMatrix):
     """A matrix of square circulant blocks, in which each row is the previous one shifted by one.
 
-    Block `(m, n)` has element `kernel[m, n, (j - k) % b]` in row `k` and column `j`. As circulant matrices
-    are diagonalised by the Fourier transform, products can be computed using FFTs, and linear systems
-    decompose into one small system per frequency.
+    Block `(m, n)` has element `kernel[m, n, (j - k) % b]` in row `k` and column `j`. The Fourier transform
+    diagonalises circulant matrices, so products are computed using FFTs, and linear systems decompose into
+    one small system per frequency.
 
     **Arguments:**
 
@@ -65,8 +65,7 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            # We could use a Fourier transform here as well, but this would introduce rounding errors, whereas
-            # products of integers should be exact.
+            # Products of integers should be exact, whereas a Fourier transform introduces rounding errors.
             return product(self.materialise(), x, precision=precision)
 
         def by(blocks: Any, x: Any) -> Any:
@@ -90,7 +89,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return jnp.reshape(y, (*y.shape[:-3], rows * b, k)).astype(dtype)
 
     def _spectrum(self) -> Any:
-        """Returns the matrix by which each frequency is multiplied, `(..., b, rows, columns)`."""
+        """Returns the matrix for each frequency, `(..., b, rows, columns)`."""
         b = self.kernel.shape[-1]
         kernel = self.kernel.astype(in_float32(self.kernel.dtype))
         return jnp.moveaxis(jnp.fft.ifft(kernel, axis=-1) * b, -1, -3)
@@ -134,8 +133,8 @@ class BlockCirculantMatrix(StructuredMatrix):
         self._check_square()
         sign, log = jnp.linalg.slogdet(self._spectrum())
         sign = jnp.prod(sign, -1)
-        # For a real kernel, frequencies come in complex conjugate pairs. So mathematically speaking their
-        # product is real, but in practice it has a small imaginary part due to rounding.
+        # For a real kernel, frequencies come in complex conjugate pairs, so the product is real. Drop its
+        # small imaginary part, which is due to rounding.
         sign = sign if jnp.iscomplexobj(jnp.zeros((), self.dtype)) else jnp.sign(sign.real)
         return sign.astype(self.dtype), jnp.sum(log, -1)
 

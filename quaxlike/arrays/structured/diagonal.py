@@ -1,4 +1,4 @@
-"""`DiagonalMatrix`: a matrix that is zero except for its diagonal."""
+"""`DiagonalMatrix`: a matrix with zeros off its diagonal."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from .base import StructuredMatrix, as_part, lead
 
 
 class DiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero except for its diagonal.
+    """A square matrix with zeros off its diagonal.
 
     **Arguments:**
 
@@ -47,8 +47,8 @@ class DiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
-        # Don't multiply by the identity here. If any element is infinite, then multiplying it by zero would
-        # produce NaNs off the diagonal.
+        # Don't multiply by the identity: if any element is infinite, then multiplying it by zero gives NaNs
+        # off the diagonal.
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
@@ -61,8 +61,8 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=self.diagonal[..., rows])
 
     def after_diagonal(self, diagonal: Any) -> "DiagonalMatrix":
-        # Either of these might have more batch axes than the other. We align them explicitly, because users
-        # might have disabled rank promotion.
+        # Either of these may have more batch axes. Align them explicitly: users may have disabled rank
+        # promotion.
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
@@ -79,7 +79,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=1 / self.diagonal)
 
     def slogdet(self) -> tuple[Any, Any]:
-        # We could instead take the logarithm of the product, but a product of many elements might overflow.
+        # Don't take the logarithm of the product: a product of many elements may overflow.
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 

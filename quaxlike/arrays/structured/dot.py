@@ -1,4 +1,4 @@
-"""Products: `dot_general` with any dimension numbers for which one axis of the matrix is contracted."""
+"""Products: `dot_general` with any dimension numbers contracting one axis of the matrix."""
 
 import functools
 import math
@@ -55,14 +55,13 @@ def _product(
             y = _scaled(matrix.converted(dtype), _cast(x, dtype), axes, on_left)
             y = _transposed(y, [*of_x.batch, *in_order(on_left, of_x.contracting, of_x.free)])
             return y if preferred_element_type is None else _cast(y, preferred_element_type)
-        # x: (*batch, n, k), with batch axes in the same order as for the matrix, and size 1 if x doesn't have
-        # them.
+        # x: (*batch, n, k), with batch axes in the matrix's order, and size 1 for those missing from x.
         x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *of_x.contracting, *of_x.free])
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        # If `x` is a Value itself then its type might only have a rule for one side of a product, so in this
-        # case we preserve the order of the operands.
+        # If `x` is a Value itself, its type may only have a rule for one side of a product, so preserve the
+        # order of the operands.
         reverse = (
             not on_left and is_value(value_of(x)) and "product" in signature(matrix.applied_to).parameters
         )
@@ -80,13 +79,12 @@ def _product(
 
 
 def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) -> Any:
-    """Multiplies `x` by the diagonal along these axes, which remain in the same positions."""
+    """Multiplies `x` by the diagonal along these axes, keeping them in the same positions."""
     scale = arrange(lead(matrix.diagonal, len(axes)), axes, range(jnp.ndim(x)))
     order = (scale, x) if on_left else (x, scale)
     values = [value_of(each) for each in order]
     if any(map(is_value, values)):
-        # Elementwise multiplication is commutative, but a type might only have a rule for one of the two
-        # orders, so check which of these exists.
+        # Elementwise multiplication is commutative, but a type may only have a rule for one order.
         rules = resolver(active_layers.get())
         here, swapped = (rules.has_rule(jax.lax.mul_p, *each) for each in (values, values[::-1]))
         order = order[::-1] if swapped and not here else order
@@ -98,7 +96,7 @@ def _transposed(x: Any, axes: Sequence[int]) -> Any:
 
 
 def _reversed(part: Any, x: Any, precision: Any) -> Any:
-    """Computes `part @ x` as a transposed product, so that `x` is its first operand."""
+    """Computes `part @ x` as a transposed product, with `x` as its first operand."""
     out = jnp.matmul(jnp.matrix_transpose(x), jnp.matrix_transpose(part), precision=precision)
     return jnp.matrix_transpose(out)
 
@@ -122,8 +120,7 @@ def _structured_product(primitive: Primitive, x: StructuredMatrix, y: Structured
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
             return out if preferred is None else out.converted(preferred)
-    # We only have to materialise one of the operands. This means that the product still exploits the
-    # structure of the other one.
+    # Materialise only one operand, so that the product still exploits the structure of the other one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
     return quaxify(functools.partial(primitive.bind, **params))(x, y)
 
@@ -135,7 +132,7 @@ def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) ->
     out = NotImplemented if isinstance(y, DiagonalMatrix) else x.matmul(y, precision)
     if out is not NotImplemented or type(x) is type(y):
         return out
-    # The product might only be implemented by the type on the right, so we try its transpose.
+    # The product may only be implemented by the type on the right, so try its transpose.
     x, y = y.transposed(), x.transposed()
     out = y.after_diagonal(x.diagonal) if isinstance(x, DiagonalMatrix) else x.matmul(y, precision)
     return out if out is NotImplemented else out.transposed()

@@ -1,6 +1,6 @@
-"""Addition, scaling and elementwise functions that preserve the structure of a matrix.
+"""Addition, scaling and elementwise functions that preserve a matrix's structure.
 
-If an operation doesn't preserve the structure, then its rule declines and the matrix is materialised.
+If an operation doesn't, then its rule declines and the matrix is materialised.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params:
     return NotImplemented if y <= 0 or x.places() is None else _on_parts(primitive, x, y=y, **params)
 
 
-# These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so they can be applied to both factors.
+# These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so apply them to both factors.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
     return _on_parts(primitive, x, **params)
@@ -46,8 +46,8 @@ def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
-    # If elements are products or sums of parts, then rounding the parts isn't the same as rounding the
-    # elements. For example, casting both 0.5s in 0.5 + 0.5 to integers gives 0, rather than 1.
+    # If elements are products or sums of parts, rounding the parts isn't the same as rounding the elements.
+    # For example, casting both 0.5s in 0.5 + 0.5 to integers gives 0 rather than 1.
     if x.places() is None and (
         x.dtype == bool
         or not jnp.issubdtype(new_dtype, jnp.inexact)
@@ -74,7 +74,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
-    # Infinite terms with opposite signs would add up to NaN, which is why we can't multiply each of them.
+    # Don't multiply each term by an infinite factor: infinities with opposite signs add up to NaN.
     if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)
@@ -104,7 +104,7 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
-    # As for products, an infinite factor could turn a sum into NaN.
+    # As for products, an infinite factor can turn a sum into NaN.
     if x.is_sum and is_infinite(reciprocal(y)):
         return NotImplemented
     factor = _factor(x, y)
@@ -116,9 +116,9 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
 
 
 def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
-    """Returns `y` as a scalar, or as one scalar for each matrix in a stack; None if it is neither.
+    """Returns `y` as a scalar, or as one scalar per matrix in a stack. None if it's neither.
 
-    Note that JAX might also have added axes of size 1 before binding the primitive.
+    JAX may also have added axes of size 1 before binding the primitive.
     """
     shape = np.shape(y)
     if not shape:
@@ -137,7 +137,7 @@ def _elementwise_product(primitive: Primitive, x: StructuredMatrix, y: Structure
     by = functools.partial(primitive.bind, **params)
     orders = ((x, y), (y, x)) if primitive.name == "mul" else ((x, y),)
     for first, second in orders:
-        # The elementwise product with a diagonal matrix is diagonal, regardless of the other matrix.
+        # An elementwise product with a diagonal matrix is diagonal, whatever the other matrix.
         if isinstance(first, DiagonalMatrix):
             other = inside(lambda second: second.diagonal_elements(), second)
             return replace_fields(first, diagonal=quaxify(by)(first.stacked().diagonal, other))
@@ -188,8 +188,8 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[Any], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # Sum along one axis by multiplying by a vector of ones, which exploits the structure. Then sum over
-        # the remaining axes of the result, which is dense.
+        # Multiplying by a vector of ones sums along one axis, and exploits the structure. The result is
+        # dense, so then sum over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))

@@ -14,10 +14,10 @@ from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, s
 
 
 class KroneckerMatrix(StructuredMatrix):
-    """The Kronecker product of two matrices, for which block `(i, j)` is equal to `a[i, j] * b`.
+    """The Kronecker product of two matrices: block `(i, j)` is `a[i, j] * b`.
 
-    Both matrices can be Values. For example, if `b` is another `KroneckerMatrix`, then this represents the
-    product of three matrices.
+    Both matrices can be Values. For example, if `b` is another `KroneckerMatrix`, then this is the product of
+    three matrices.
 
     **Arguments:**
 

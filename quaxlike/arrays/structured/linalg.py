@@ -1,12 +1,12 @@
-"""Linear systems, inverses and determinants of structured matrices, via the functions in `jax.numpy`.
+"""Linear systems, inverses and determinants of structured matrices, via `jax.numpy`.
 
 `jnp.linalg.solve` factorises using the primitive `lu`, and then solves using `triangular_solve`, both within
-`lax.custom_linear_solve`. Here we implement `lu` for a structured matrix by returning the matrix itself as
-one of the factors. This works under every transform, and the linear system is differentiated by JAX as usual.
+`lax.custom_linear_solve`. Here, `lu` for a structured matrix returns the matrix itself as one of the factors.
+This works under every transform, and JAX differentiates the linear system as usual.
 
-Unfortunately, all other functions access individual elements of intermediate results, so we have to recognise
-them as a whole. This is done via the jaxpr of the call: as JAX caches traces, tracing the function again
-returns the very same object.
+Unfortunately, all other functions access individual elements of intermediate results, so these are recognised
+as a whole, by the jaxpr of the call: JAX caches traces, so tracing the function again returns the very same
+object.
 """
 
 import functools
@@ -71,7 +71,7 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
 
     **Returns:**
 
-    An array with shape `batch`, which is minus infinity for a singular matrix.
+    An array with shape `batch`: minus infinity for a singular matrix.
 
     !!! example
 
@@ -101,10 +101,10 @@ def _check_square(matrix: Any) -> None:
 
 
 class Factored(ArrayValue):
-    """The result of `lu` for a structured matrix, with the identity as L, and the matrix itself as U.
+    """The result of `lu` for a structured matrix: L is the identity, and U the matrix itself.
 
-    Of course U isn't triangular, so individual elements of this aren't meaningful. The only thing you can do
-    with it is to solve linear systems, via the primitive `triangular_solve`.
+    Of course U isn't triangular, so individual elements aren't meaningful. This is only good for solving
+    linear systems, via the primitive `triangular_solve`.
     """
 
     matrix: StructuredMatrix
@@ -134,26 +134,25 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
-    # In this case the structure doesn't help us to solve linear systems, so we might as well factorise the
-    # dense matrix.
+    # The structure doesn't help to solve linear systems, so factorise the dense matrix.
     if not x.has_solver:
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
     order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*x.batch, n))
-    # A diagonal matrix is its own U, with the identity as L, so any function may read the elements.
+    # A diagonal matrix is its own U, with the identity as L, so functions may read its elements.
     return [x if isinstance(x, DiagonalMatrix) else Factored(x), order, order]
 
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
 def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
-    """Transposes, reshapes or slices batch axes, by doing the same to the matrix."""
+    """Transposes, reshapes or slices batch axes, via the matrix."""
     out = quaxify(primitive.bind)(x.matrix, *rest, **params)
     return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
 
 
 @register("triangular_solve")
 def _solve_factored(x: Factored, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
-    # This is the system with L. As L is the identity, there's nothing to do.
+    # The system with L, i.e. the identity.
     if lower and unit_diagonal:
         return jnp.asarray(b)
     return NotImplemented if lower or unit_diagonal else _solve(x.matrix, b, **params)
@@ -174,11 +173,11 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
     return inside(solved, matrix, b)
 
 
-# Functions we recognise as a whole ----------------------------------------------------------
+# Functions recognised as a whole ------------------------------------------------------------------
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
-# Implementations of jitted functions, and the keyword arguments with which these might be called.
+# Implementations of jitted functions, and the keyword arguments they may be called with.
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
@@ -210,8 +209,8 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
     return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
 
 
-# Functions whose derivatives access elements of the LU factors (which ours don't have), and their number of
-# results. Importing `jax.scipy.linalg` is slow, so we only do that when it's needed.
+# Functions with derivatives accessing elements of the LU factors (ours have none), and their number of
+# results. Importing `jax.scipy.linalg` is slow, so only do it when needed.
 _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
     "det": (lambda: jnp.linalg.det, 1),
     "lu_factor": (lambda: jax.scipy.linalg.lu_factor, 2),
@@ -222,10 +221,10 @@ _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
 def _call_of_derivative(
     primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any
 ):
-    """Materialises the matrix in the derivative of such a function.
+    """Materialises the matrix in the derivative of a function in `_OF_FACTORS`.
 
-    JAX stages this derivative as a function with the same source, but with tangents amongst its operands or
-    with more results, which is how we distinguish it from the function itself.
+    JAX stages this derivative as a function with the same source. It differs from the function itself by
+    tangents amongst its operands, or more results.
     """
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))
     jaxpr = params["jaxpr"]
@@ -238,15 +237,15 @@ def _call_of_derivative(
 
 
 def _source(jaxpr: Any) -> Any:
-    """Returns the part of a jitted function that's preserved when transforms rewrite its jaxpr."""
+    """Returns the part of a jitted function preserved by transforms, which rewrite its jaxpr."""
     return compat.debug_info_of(jaxpr).func_src_info
 
 
 @register("jit")
 def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
-    """Replaces the diagonal of the factors by one with the same product, i.e. the determinant.
+    """Replaces the factors' diagonal by one with the same product, i.e. the determinant.
 
-    Transforms rewrite the jaxpr of this call, so we recognise it by its source. In the result of `lu`, the
+    Transforms rewrite the jaxpr of this call, so it's recognised by its source. In the result of `lu`, the
     batch axes of every transform come first, so picking one element from each row picks the diagonal.
     """
     diagonal: Any = jnp.diagonal
@@ -257,8 +256,8 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # Give all elements the same magnitude, namely the n-th root of the determinant. (If we stored the whole
-    # determinant in a single element instead, then it might overflow.)
+    # Give all elements the same magnitude, namely the n-th root of the determinant. (Storing the whole
+    # determinant in a single element may overflow.)
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 

@@ -20,12 +20,12 @@ from .dot import multiply
 
 
 class LowRankUpdate(StructuredMatrix):
-    """The matrix `base + u @ v.T`, where `u` and `v` are thin.
+    """The matrix `base + u @ v.T`, with thin `u` and `v`.
 
-    Linear systems are solved by the Woodbury formula, which involves systems with the base and a small (rank
-    by rank) system, and determinants are computed by the matrix determinant lemma. Note that both of these
-    require the base to be invertible. They also don't save anything if the base isn't structured (unless it's
-    shared by a stack), in which case we factorise the sum instead.
+    Linear systems are solved by the Woodbury formula, i.e. via systems with the base and a small (rank by
+    rank) system; determinants are computed by the matrix determinant lemma. Both require the base to be
+    invertible. They save nothing if the base isn't structured (unless it's shared by a stack), so then the
+    sum is factorised instead.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ class LowRankUpdate(StructuredMatrix):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
-        """Uses `array` as the base, together with an update that is zero."""
+        """Uses `array` as the base, with a zero update."""
         assert isinstance(like, LowRankUpdate)
         base = widened(array, like.base)
         if is_value(base) != is_value(like.base) or base.shape != like.base.shape:
@@ -100,13 +100,13 @@ class LowRankUpdate(StructuredMatrix):
     def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
         """Increases the rank to match `like`, by appending columns of zeros to `u` and `v`.
 
-        This doesn't change the matrix, because these columns don't contribute to `u @ v.T`.
+        This doesn't change the matrix: zero columns don't contribute to `u @ v.T`.
         """
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
         rank = self.u.shape[-1]
         more = max(0, like.u.shape[-1] - rank)
-        if like.u.shape[-1] < rank:  # in this case, the rank of `like` is going to be increased
+        if like.u.shape[-1] < rank:  # here the rank of `like` is going to be increased
 
             def wide(part: Any) -> Any:
                 return jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
@@ -123,12 +123,12 @@ class LowRankUpdate(StructuredMatrix):
     @property
     def has_solver(self) -> bool:
         base = value_of(self.base)
-        # Ignore metadata such as units, as it doesn't affect how the base is solved.
+        # Ignore metadata such as units: it doesn't affect how the base is solved.
         while isinstance(base, AnnotatedArray):
             base = value_of(base.array)
         if isinstance(base, StructuredMatrix):
             return base.has_solver
-        # If a stack shares its base then it's worth factorising this once, even if it isn't structured.
+        # If a stack shares its base, then factorising this once is worthwhile, even if it isn't structured.
         is_shared = self.num_batch > self.base.ndim - 2
         rules = resolver(active_layers.get())
         return is_shared or (is_value(base) and rules.has_rule(jax.lax.linalg.lu_p, base))
@@ -161,13 +161,13 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(self, u=quaxify(joined)(self.u, u), v=quaxify(joined)(self.v, v))
 
     def with_added(self, array: Any, add: Callable[[Any, Any], Any]) -> "LowRankUpdate":
-        """Computes `add(self, array)`, for anything with the same shape, by adding it to the base."""
+        """Computes `add(self, array)`, for anything with the same shape, via the base."""
         x = self.converted(self.dtype)
         base = quaxify(add)(self.full_base(), array)
         return replace_fields(x, base=base, u=quaxify(lambda u: add(u, jnp.zeros_like(u)))(x.u))
 
     def full_base(self) -> Any:
-        """Returns the base with all batch axes, and in the dtype of the matrix."""
+        """Returns the base with all batch axes, and in the matrix's dtype."""
         base = self.converted(self.dtype).base
         return base if base.shape == self.shape else quaxify(jnp.broadcast_to)(base, self.shape)
 
@@ -183,7 +183,7 @@ class LowRankUpdate(StructuredMatrix):
         if base is NotImplemented:
             return NotImplemented
         v = inside(lambda y, v: y.transposed().applied_to(v, precision), other, self.v)
-        if isinstance(base, LowRankUpdate):  # combine the updates, as powers would otherwise be deeply nested
+        if isinstance(base, LowRankUpdate):  # combine the updates: powers would otherwise be deeply nested
             return base.with_columns(self.u, v)
         return replace_fields(self, base=base, v=v)
 
@@ -192,7 +192,7 @@ class LowRankUpdate(StructuredMatrix):
 
     def solve(self, b: Any) -> Any:
         rank = self.u.shape[-1]
-        # Solve for `u` and `b` at the same time, so that we only have to factorise the base once.
+        # Solve for `u` and `b` at the same time, so that the base is only factorised once.
         both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
         of_u, of_b = both[..., :rank], both[..., rank:]
         v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))
@@ -220,7 +220,7 @@ class LowRankUpdate(StructuredMatrix):
     def _capacitance(self) -> Any:
         """Returns the capacitance matrix `I + v.T @ inv(base) @ u`.
 
-        This only has shape `(rank, rank)`, which is what makes the Woodbury formula worthwhile.
+        Its small shape, `(rank, rank)`, is what makes the Woodbury formula worthwhile.
         """
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)

@@ -1,7 +1,6 @@
 """Rules for the axes of structured matrices.
 
-These handle batch axes as well as any slices that are structured, i.e. diagonal blocks. Everything else is
-materialised.
+These handle batch axes, and structured slices, i.e. diagonal blocks. Everything else is materialised.
 """
 
 from collections.abc import Sequence
@@ -40,14 +39,14 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # it's shared along the new axes as well
+            return part  # it's also shared along the new axes
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 
     out = x.each(broadcast)
     if out.batch == tuple(shape[:new]):
         return out
-    # The shape is determined by the parts, which means that at least one of these must have the new axes.
+    # The shape is determined by the parts, so at least one of these must have the new axes.
     (carrier, *_), part = x.FACTORS, x.parts[x.FACTORS[0]]
     sizes = (*shape[:new], *part.shape[part.ndim - x.CORE[carrier] :])
     return out.with_parts(out.parts | {carrier: quaxify(jnp.broadcast_to)(part, sizes)})
@@ -105,7 +104,7 @@ def _slice(x: StructuredMatrix, **params: Any):
 @register("dynamic_slice")
 def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
     n = x.num_batch
-    # A block with dynamic rows and columns isn't structured, so we only support slices of batch axes.
+    # A block with dynamic rows and columns isn't structured, so only support slices of batch axes.
     if tuple(slice_sizes[n:]) != x.matrix_shape:
         return NotImplemented
 
@@ -133,14 +132,14 @@ def _gather(
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
     kept = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}
-    # Slices have to be whole matrices, whose axes must come last in the result.
+    # Slices have to be whole matrices, with their axes last in the result.
     if not kept or tuple(dnums.offset_dims[-2:]) != (ndim - 2, ndim - 1):
         return NotImplemented
 
     if fills(indices, x.shape, dnums, slice_sizes, mode):
         fill = fill_value_of(mode, fill_value, x.dtype)
         if x.OTHERS is None and fill != 0:
-            return NotImplemented  # this type can't represent a matrix filled with this value
+            return NotImplemented  # this type can't be filled with this value
         constant_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
     else:
         mode = lax.GatherScatterMode.from_any(mode)

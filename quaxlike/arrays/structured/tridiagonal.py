@@ -1,4 +1,4 @@
-"""`TridiagonalMatrix`: a matrix that is zero except for its diagonal and the two adjacent diagonals."""
+"""`TridiagonalMatrix`: a matrix with nonzeros only on its diagonal and the two adjacent diagonals."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -15,7 +15,7 @@ from .base import StructuredMatrix, as_part, check_batches, lead
 
 
 class TridiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero except for its diagonal and the two adjacent diagonals.
+    """A square matrix with nonzeros only on its diagonal and the two adjacent diagonals.
 
     **Arguments:**
 
@@ -99,7 +99,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Returns all three diagonals, padded so that each of them has one element per row."""
+        """Returns all three diagonals, padded to one element per row."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)
@@ -120,8 +120,8 @@ class TridiagonalMatrix(StructuredMatrix):
             first, d, u = below
             swap = jnp.abs(first) > jnp.abs(pivot)
             chosen = jnp.where(swap, first, pivot)
-            # If the pivot is zero then so is the determinant. The remaining rows don't matter in this case,
-            # so just make sure not to divide by zero.
+            # If the pivot is zero then so is the determinant, and the remaining rows don't matter. So just
+            # make sure not to divide by zero.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
             return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
@@ -133,7 +133,7 @@ class TridiagonalMatrix(StructuredMatrix):
     def det(self) -> Any:
         """Uses the recurrence relation for leading principal minors.
 
-        This doesn't involve any divisions, so unlike elimination it's differentiable for singular matrices.
+        Without divisions, this is differentiable for singular matrices, unlike elimination.
         """
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype)

@@ -1,4 +1,4 @@
-"""Arrays with SI units, which are propagated and checked when tracing (so they're free at run time)."""
+"""Arrays with SI units, propagated and checked during tracing (so they're free at run time)."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import (

@@ -1,7 +1,7 @@
-"""Units, and `Unitful`, which is an array with a unit.
+"""Units, and `Unitful`: an array with a unit.
 
-Units are static, so they don't have any run-time overhead. Note that exponents are exact fractions, rather
-than floats. This ensures that equal units still compare equal after arbitrary powers and roots.
+Units are static, so they have no run-time overhead. Exponents are exact fractions rather than floats, so
+equal units still compare equal after arbitrary powers and roots.
 """
 
 import re
@@ -59,7 +59,7 @@ _PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
-# Alternative names of units, for which errors suggest the symbol.
+# Alternative names of units. Errors suggest the symbol instead.
 _NAMES = {
     **{"metre": "m", "meter": "m", "kilogram": "kg", "second": "s", "sec": "s", "ampere": "A", "kelvin": "K"},
     **{"mole": "mol", "candela": "cd", "radian": "rad", "hertz": "Hz", "newton": "N", "pascal": "Pa"},
@@ -73,7 +73,7 @@ _PREFIXES = {
 
 
 def _advice(name: str) -> str:
-    """Returns a suggestion for what to use instead of an unknown symbol."""
+    """Suggests what to use instead of an unknown symbol."""
     powers = {**{symbol: (symbol, 0) for symbol in (*_BASE, *_DERIVED)}, "g": ("kg", -3), "gram": ("kg", -3)}
     powers |= {full: (symbol, 0) for full, symbol in _NAMES.items()}
     for prefix, power in {"": 0, **_PREFIXES}.items():
@@ -86,7 +86,7 @@ def _advice(name: str) -> str:
 
 
 def _exponents_of(name: str) -> tuple[Fraction, ...]:
-    """Returns the exponents of all base units, in order, for a symbol."""
+    """Returns a symbol's exponents, in the order of the base units."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
         raise ValueError(f"{name!r} is not a unit of the SI. {_advice(name)}")
@@ -109,7 +109,7 @@ def _parse(text: str) -> list[tuple[str, Fraction]]:
 
 
 def _superscript(e: Fraction) -> str:
-    """Formats the power that follows a symbol."""
+    """Formats the power after a symbol."""
     if e == 1:
         return ""
     return str(e).translate(_RAISE) if e.denominator == 1 else f"^({e})"
@@ -144,8 +144,7 @@ class Unit:
     _exponents: tuple[Fraction, ...] | str  # this is a string for the two wildcards
     _guard: int  # see `guarded`
 
-    # Without this, `array * unit` would create a NumPy array of objects. Setting it to None means that NumPy
-    # arrays defer to our `__rmul__`.
+    # None makes NumPy arrays defer to our `__rmul__`. Otherwise `array * unit` is an array of objects.
     __array_ufunc__ = None
 
     @checked
@@ -199,7 +198,7 @@ class Unit:
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        # A guard is only needed until the next division (or negative power), so that's where we remove it.
+        # A guard is only needed until the next division (or negative power), which removes it.
         used = USED if other._guard and power != 1 else other._guard
         guards = {self._guard, used if power > 0 else 0} - {0}
         exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
@@ -230,8 +229,7 @@ def _unit(exponents: tuple[Fraction, ...] | str, guard: int = 0) -> Unit:
     return unit
 
 
-# The two states of a guard. It's fresh if it was just created by `jnp.where`, and it's used once a power or
-# root has been applied to it.
+# A guard just created by `jnp.where` is fresh. It's used once a power or root has been applied to it.
 FRESH, USED = 1, 2
 
 
@@ -243,26 +241,25 @@ def guard_of(unit: Unit) -> int:
 def guarded(unit: Unit, guard: int) -> Unit:
     """Returns the unit of an array for which some elements are a unitless 1, as in `jnp.where(x > 0, x, 1)`.
 
-    This is a common pattern for avoiding division by zero, so we don't want to raise an error here. Note that
-    only division accepts such a unit, and treats it as the unit of the other elements. If `guard` is 0 then
-    this returns that unit itself.
+    This is a common way of avoiding division by zero, so it mustn't raise an error. Only division accepts
+    this unit, and treats it as the unit of the other elements. If `guard` is 0, returns that unit itself.
     """
     return _unit(unit._exponents, guard)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fraction(power: Any) -> Fraction:
-    # Recover fractions such as 1/3 from floating-point numbers, which can't represent these exactly.
+    # Recover fractions such as 1/3, which floats can't represent exactly.
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard that matches any unit and is then replaced by it. This is used for tolerances in libraries, and
-# when inferring the units of placeholders in a loop.
+# Matches any unit, and is then replaced by it. For tolerances in libraries, and for inferring the units of
+# placeholders in a loop.
 UNKNOWN = any_unit = _unit("any unit")
 """A wildcard that takes on the unit of whatever it is added to, or compared with.
 
 This is useful for tolerances on states that involve several units: `1e-6 * any_unit`.
 """
-# The unit of derivatives by unitless numbers within a Unitful. Like `UNKNOWN` this matches any unit, but it's
+# The unit of derivatives by unitless numbers within a Unitful. Like `UNKNOWN`, this matches any unit, but is
 # never replaced by the other one.
 ANY = _unit("any")
 dimensionless = Unit()
@@ -287,19 +284,19 @@ weber = Unit("Wb")
 tesla = Unit("T")
 henry = Unit("H")
 
-# Any array can have a unit, so this type takes precedence over types that determine how an array is stored.
+# Any array can have a unit, so this type takes precedence over types for how an array is stored.
 
 
 class Unitful(AnnotatedArray):
     """An array with an SI unit.
 
-    Units are propagated through primitives when tracing, so they don't have any run-time overhead. A mismatch
+    Units are propagated through primitives during tracing, so they have no run-time overhead. A mismatch
     (such as adding metres to seconds, or the exponential of a length) raises a
-    [`quaxlike.arrays.unitful.DimensionError`][]. If a result is dimensionless then it is a plain array.
+    [`quaxlike.arrays.unitful.DimensionError`][]. Dimensionless results are plain arrays.
 
-    Plain arrays are treated as dimensionless. There are only two exceptions, without which a lot of existing
-    code wouldn't work: 0, infinity and NaN match any unit if their values are known when tracing; and so does
-    a 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
+    Plain arrays are dimensionless, with two exceptions needed by a lot of existing code: 0, infinity and NaN
+    match any unit if their values are known during tracing, and so does a 1 in a divisor, as in
+    `y / jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -327,7 +324,7 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Units must be removed explicitly, as silently dropping them would defeat their purpose.
+        # Units must be removed explicitly: silently dropping them would defeat their purpose.
         return None if self.unit == dimensionless else "error"
 
     to_materialise = (
@@ -372,7 +369,7 @@ class Unitful(AnnotatedArray):
         return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
 
     def widen(self, like: Any) -> Any:
-        # Rules remove a unit as soon as it's dimensionless, so we do the same here.
+        # As in rules, remove a unit as soon as it's dimensionless.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
             return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
@@ -381,8 +378,7 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # The unit of a cotangent depends on the function being differentiated, which we don't know. So this
-        # has to be ANY.
+        # A cotangent's unit depends on the function being differentiated, which isn't known here.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def cotangent_factor(self, dtype: Any) -> Any:
@@ -407,13 +403,13 @@ def unit_of(x: ArrayLike | ArrayValue) -> Unit:
 
 
 def with_unit(array: Any, unit: Unit) -> Any:
-    """Attaches a unit to an array, or returns it unchanged if the unit is dimensionless."""
-    if isinstance(array, Unitful):  # its parts might already have a unit
+    """Attaches a unit to an array, unless the unit is dimensionless."""
+    if isinstance(array, Unitful):  # the array may already have a unit
         array, unit = array.array, array.unit * unit
     if not unit.dimensionless:
         return Unitful(array, unit)
     if isinstance(array, jax.Array) and not array.ndim:
-        note_constant(array, None)  # this was computed, so units mustn't depend on its value
+        note_constant(array, None)  # computed, so units mustn't depend on its value
     return array
 
 
@@ -425,8 +421,8 @@ def quantity(array: Any, unit: Unit) -> Any:
     level = level_of(value)
     if level is None:
         return value
-    # Inside a quaxified function, this must become an operand immediately. Otherwise the function might pass
-    # it to a transform, which would flatten it like any Value.
+    # Inside a quaxified function, this must become an operand immediately. Otherwise the function could pass
+    # it to a transform, which flattens it like any Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

@@ -1,4 +1,4 @@
-"""Conversion to and from pint's and astropy's quantities, if these libraries are installed."""
+"""Conversion to and from quantities of pint and astropy, if installed."""
 
 import importlib
 from typing import Any

@@ -1,8 +1,8 @@
-"""Determines which jax.numpy functions are being called, as some use constants that match any unit.
+"""Detects calls of jax.numpy functions, because some use constants that match any unit.
 
-For example, `jnp.histogram` widens an empty range by adding a plain constant to a quantity, which would be an
-error in user code. Unfortunately there's no other way to detect this, because by the time a
-primitive is bound, these constants are indistinguishable from any others.
+For example, `jnp.histogram` widens an empty range by adding a plain constant to a quantity: an error in user
+code. By the time a primitive is bound, the constant is indistinguishable from any other, so there's no other
+way to detect this.
 """
 
 import inspect
@@ -21,8 +21,7 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 def functions_of_jax_numpy() -> list[str]:
     """Returns the names of the jax.numpy functions being called, innermost first.
 
-    We find these by looking at the Python stack. If a jaxpr is being interpreted, then this also includes the
-    function from which it was traced.
+    This walks the Python stack. For a jaxpr being interpreted, it includes the function it was traced from.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -33,8 +32,8 @@ def functions_of_jax_numpy() -> list[str]:
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)
-            # JAX caches traces. This means that any callers further up belong to the call for which this was
-            # traced first, which might have nothing to do with the current one.
+            # JAX caches traces, so callers further up are those of the first trace, and may have nothing to
+            # do with the current call.
             calls = [*calls[: calls.index(own) if own in calls else None], own]
         found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
         frame = frame.f_back
@@ -42,7 +41,7 @@ def functions_of_jax_numpy() -> list[str]:
 
 
 def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
-    """Returns whether a jaxpr was traced from the jax.numpy function of this name."""
+    """Returns whether a jaxpr was traced from this jax.numpy function."""
     file, function = _function_of(jaxpr)
     return function == name and bool(file) and file.startswith(_JAX_NUMPY)
 

@@ -1,13 +1,11 @@
-"""Placeholders, which are initial values of loops (such as zeros) whose unit isn't known yet.
+"""Placeholders: initial values of loops (such as zeros) with a unit not known yet.
 
-For example, a library might accumulate into `jnp.zeros(3)`, which only turns out to be in metres during the
-first iteration. This is supported for every type whose `promote` doesn't need `like`, such as quantities with
-units. The interpreter calls this module via two hooks (core/plain_arrays.py), which are empty unless such a
-type exists.
+For example, a library may accumulate into `jnp.zeros(3)`, which only turns out to be in metres during the
+first iteration. This works for every type whose `promote` doesn't need `like`, e.g. quantities with units.
+The interpreter calls this module via two hooks (core/plain_arrays.py), empty unless there's a type like this.
 
-Anything we know about an array is stored by its id. We also store a weak reference, because the id might
-later be reused for another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
-array as unknown.
+Whatever is known about an array is stored by its id, along with a weak reference, because another array may
+reuse the id. An incorrect entry could result in a wrong unit, so if in doubt we treat an array as unknown.
 """
 
 import dataclasses
@@ -31,18 +29,18 @@ from ...core.plain_arrays import Following, Placeholders, hooks, takes_no_like
 from ...core.shapes import as_shapes
 from ...core.values import Value, is_value, probing
 
-# Represents one of 0, infinity and NaN, if we don't know which.
+# One of 0, infinity and NaN, but it isn't known which.
 OPEN = np.float64("nan")
 
-# The constant that fills each array, by id. Entries are removed once their array is garbage collected.
+# The constant filling each array, by id. Entries are removed once their array is garbage collected.
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-# Primitives that only move elements, so each result is filled with the same constant as its operand.
+# Primitives that only move elements: each result is filled with the same constant as its operand.
 _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
-# If all of these operands are filled with 0, infinity or NaN then so is the result ...
+# If all of these operands are filled with 0, infinity or NaN, then so is the result ...
 _ALL: dict[str, slice] = {
     **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
     **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
@@ -53,20 +51,20 @@ _ALL: dict[str, slice] = {
 }
 # ... whereas a single one of these is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# Primitives that call a jaxpr, and the parameter that contains it (if there is only one).
+# Primitives that call a jaxpr, and the parameter holding it (if there is only one).
 _CODE = {
     **dict.fromkeys(["cond", "scan", "while"], ""),
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
     **dict.fromkeys(["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
 }
-# Uninitialised buffers, which are treated as if they were filled with 0, infinity or NaN.
+# Uninitialised buffers: treated as if filled with 0, infinity or NaN.
 _UNSET = frozenset(["empty", "empty2"])
-# The module of the callback in `eqx.error_if`. This callback raises rather than returning, so its result can
-# have any unit.
+# The module of the callback in `eqx.error_if`. It raises rather than returning, so its result can have any
+# unit.
 _RAISING = "equinox._errors"
-# Besides 0, infinity and NaN, we only keep track of the following constants for more than one equation: 1,
-# which guards divisions; and the largest and smallest number of each dtype, which are used in place of
-# infinity and 0. We ignore all other constants, because otherwise memoisation would be unlimited.
+# Besides 0, infinity and NaN, only these constants are tracked for more than one equation: 1, which guards
+# divisions; and each dtype's largest and smallest number, used in place of infinity and 0. Tracking any
+# others would make memoisation unlimited.
 _EXTREMES = [
     float(limit)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -86,7 +84,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """Calls `promote` without `like`. The leaves of the result are shapes, rather than arrays."""
+    """Calls `promote` without `like`. The result's leaves are shapes rather than arrays."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:
@@ -101,7 +99,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Returns whether a Value's type, or the type of any Value nested inside it, has placeholders."""
+    """Returns whether the type of a Value, or of any Value nested inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True
@@ -110,7 +108,7 @@ def holds_type_with_placeholders(value: Value) -> bool:
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
-    """Records what we know about `out`, which is the result of applying `primitive` to plain operands."""
+    """Records what is known about `out`, the result of applying `primitive` to plain operands."""
     name, params = as_call(primitive, params)
     if name not in _FOLLOWED:
         return
@@ -122,9 +120,9 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """Returns the constant that fills each result, given the constants that fill the operands.
+    """Returns the constant filling each result, given those filling the operands.
 
-    An unknown constant is None. Note that there might be more entries than results.
+    An unknown constant is None. There may be more entries than results.
     """
     if name in _MOVES:
         return numbers
@@ -148,7 +146,7 @@ def _is_placeholder(number: Any) -> bool:
 
 
 def _lasting(number: Any) -> Any:
-    """Returns what we keep track of for more than one equation, which might be less specific."""
+    """Returns what to track for more than one equation, which may be less specific."""
     if number is None:
         return None
     if _is_placeholder(number):
@@ -185,15 +183,15 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """Returns the constants that fill a loop's carry, regardless of the number of iterations."""
-    # This is guaranteed to terminate, because each iteration can only make constants less specific.
+    """Returns the constants filling a loop's carry, regardless of the number of iterations."""
+    # This terminates, because each iteration can only make constants less specific.
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry
 
 
 def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
-    """Returns the constants that fill the results of a jaxpr."""
+    """Returns the constants filling a jaxpr's results."""
     jaxpr = compat.closed(jaxpr)
     known = _known_results(jaxpr)
     key = tuple(numbers)
@@ -229,9 +227,8 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """Returns the constant that fills `x`.
-
-    This is a number; or `OPEN` if it's one of 0, infinity and NaN; or None if it's unknown.
+    """Returns the constant filling `x`: a number, or `OPEN` for one of 0, infinity and NaN, or None if
+    unknown.
     """
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
@@ -248,14 +245,13 @@ def _is_extended(x: Any) -> bool:
 def may_be_placeholder(x: Any) -> bool:
     """Returns whether all elements are known to be 0, infinity or NaN.
 
-    For example, this is the case for a buffer that hasn't been written yet. It's accepted in place of an
-    array with any unit.
+    This is accepted in place of an array with any unit, e.g. for a buffer that hasn't been written yet.
     """
     return _is_placeholder(constant_of(x))
 
 
 def is_open(x: Any) -> bool:
-    """Returns whether `x` is known to be filled with 0, infinity or NaN, but we don't know which of these."""
+    """Returns whether `x` is known to be filled with 0, infinity or NaN, but not with which."""
     return constant_of(x) is OPEN
 
 
@@ -268,43 +264,43 @@ def same(a: Any, b: Any) -> bool:
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns what is known about an array that might be filled with either `a` or `b`, as after a `cond`."""
+    """Returns what is known about an array filled with either `a` or `b`, as after a `cond`."""
     if same(a, b):
         return a
     return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
 
 
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Returns the slots of `operands`, including any constants that are known to fill plain arrays.
+    """Returns the slots of `operands`, including any constants known to fill plain arrays.
 
-    As an optimisation, we only look for these if some type in these slots, or in `beside`, has placeholders.
+    As an optimisation, only looks for constants if a type in these slots, or in `beside`, has placeholders.
     """
     known = any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
     return tuple(map(_with_constant, slots, operands) if known else slots)
 
 
 def starts(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the slots of a loop's carry, for the initial values `operands`."""
+    """Returns a loop carry's slots, for the initial values `operands`."""
     return tuple(map(_as_carry, marked(slots, operands, beside)))
 
 
 def start(slot: Any, x: Any) -> Any:
-    """Returns the slot of a loop's carry, for the initial value `x`."""
+    """Returns a loop carry's slot, for the initial value `x`."""
     return _as_carry(_with_constant(slot, x))
 
 
 def _with_constant(slot: Any, x: Any) -> Any:
-    """Returns the slot of `x`, including the constant that is known to fill it, if it's a plain array."""
+    """Adds the constant known to fill `x` to its slot, if it's a plain array."""
     if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
         return slot
     return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
 
 
 def _as_carry(slot: Any) -> Any:
-    """Returns the slot of a loop carry whose initial value has this slot.
+    """Returns a loop carry's slot, given the slot of its initial value.
 
-    The carry can change in each iteration, so all we keep is whether it starts as a placeholder. (Note that
-    counters start at zero as well, but these are integers, which aren't placeholders.)
+    The carry can change in each iteration, so this only keeps whether it starts as a placeholder. (Counters
+    also start at zero, but integers aren't placeholders.)
     """
     if slot.constant is None:
         return slot
@@ -313,7 +309,7 @@ def _as_carry(slot: Any) -> Any:
 
 
 def _has_dtype(aval: Any, kind: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # tokens don't have one
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # tokens don't have a dtype
 
 
 def _guessed(slot: Any, cls: type[Value]) -> Any:
@@ -327,7 +323,7 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """Inverts `_guessed`, by returning the slot of a plain array. Other slots are returned unchanged."""
+    """Inverts `_guessed`: returns the slot of a plain array. Other slots are returned unchanged."""
     may_be_one = len(slot.avals) == 1 and slot.treedef is not None
     if not may_be_one or not has_placeholders(slot.cls):
         return slot
@@ -342,17 +338,17 @@ def with_revealed_types(
     cls: type[Value],
     unify: Callable[[Any, Any, str], Any],
 ) -> tuple[Any, ...] | None:
-    """Lifts any plain arrays in a loop carry that turn out to be Values.
+    """Lifts plain arrays in a loop carry if they turn out to be Values.
 
-    Libraries initialise loops with placeholders such as `jnp.zeros`, which might turn into metres in the
-    first iteration. We start without any assumptions about these, and then repeatedly trace an iteration to
-    infer their types, until they don't change any more.
+    Libraries initialise loops with placeholders such as `jnp.zeros`, which may turn into metres in the first
+    iteration. Starting without any assumptions about these, this traces an iteration repeatedly, inferring
+    their types until they no longer change.
 
     **Arguments:**
 
     - `init`, `carry`: the initial values of the loop, and their slots.
     - `results_for`: returns the slots after an iteration, given the slots before it.
-    - `cls`: the type that is required by some operation in the loop.
+    - `cls`: the type required by some operation in the loop.
 
     **Returns:** the carry's slots; None if none of the plain arrays are Values.
     """

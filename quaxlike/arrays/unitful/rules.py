@@ -1,7 +1,6 @@
 """Rules for units, most of which are tables.
 
-Importantly, we must never guess a unit. So if a primitive doesn't have an entry, then applying it to a
-quantity raises an error.
+Never guess a unit: applying a primitive without an entry to a quantity raises an error.
 """
 
 import itertools
@@ -41,8 +40,8 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# After `jnp.where` has created a guard (see `guarded`), these are the only primitives that can be applied to
-# it before a division, apart from those that move elements.
+# Apart from those moving elements, the only primitives allowed between `jnp.where` creating a guard (see
+# `guarded`) and a division.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS
@@ -62,8 +61,8 @@ def _units(operands: Sequence[Any]) -> str:
 
 # One array ----------------------------------------------------------------------------------------
 
-# The unit of each result, as a power of the unit of the operand. If there's only a single power then it
-# applies to all results. Any other operands are e.g. indices, and don't have units.
+# The unit of each result, as a power of the operand's unit. A single power applies to all results. Any other
+# operands are e.g. indices, and have no units.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(
@@ -119,7 +118,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 @register(tuple(_NUMBERS))
 def _function_of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
-    """Applies functions that are only defined for dimensionless numbers, such as the exponential."""
+    """Applies functions only defined for dimensionless numbers, such as the exponential."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
 
@@ -142,15 +141,15 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_constant(out, OPEN)  # regardless of which unit the operands turn out to have
+        note_constant(out, OPEN)  # whichever unit the operands turn out to have
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
 @register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
-    # If the diagonal is implicitly one then the matrix must be dimensionless. For example, this is the case
-    # for the lower factor of an LU decomposition.
+    # If the diagonal is implicitly one, as in the lower factor of an LU decomposition, then the matrix must
+    # be dimensionless.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
@@ -177,10 +176,10 @@ _RATIOS = (*COMPARISONS, "atan2")
 
 
 def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
-    """Returns the unit that all operands have in common."""
+    """Returns the operands' common unit."""
     if any(unit_of(x) == ANY for x in operands):
         return ANY
-    # 0, infinity and NaN are the same in any unit, so ignore any arrays that only contain these.
+    # 0, infinity and NaN are the same in any unit, so ignore arrays filled with these.
     units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
     numbers = [x for x in operands if not isinstance(x, Unitful)]
     if len(units) > 1 and None not in map(constant_of, numbers) and _are_of_jax_numpy():
@@ -191,10 +190,10 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 
 
 def _are_of_jax_numpy() -> bool:
-    """Returns whether we're within a jax.numpy function that adds or compares with plain constants.
+    """Returns whether we're in a jax.numpy function adding or comparing plain constants to quantities.
 
-    These are `hypot`, which rescales to avoid overflow, and `histogram`, which widens an empty range. In both
-    cases the constants are meant to be in whatever unit the user passed in.
+    These are `hypot`, which rescales to avoid overflow, and `histogram`, which widens an empty range. Both
+    mean the constants to be in whatever unit the user passed in.
     """
     return not {"hypot", "histogram_bin_edges"}.isdisjoint(functions_of_jax_numpy())
 
@@ -227,9 +226,9 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _stands_for_zero(x: Any) -> bool:
-    """Returns whether a plain array is known to be filled with a number no larger than `eps ** 2`.
+    """Returns whether a plain array is known to be filled with a number of at most `eps ** 2` in size.
 
-    Some libraries use these in comparisons in place of 0, e.g. `jnp.interp`.
+    Some functions compare with these in place of 0, e.g. `jnp.interp`.
     """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -248,7 +247,7 @@ def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 # Several operands, some of which have units -------------------------------------------------------
 
-# The operands from which elements are taken, or into which they are written.
+# The operands that elements are taken from or written into.
 _STORED = {
     "pad": slice(None),
     "dynamic_update_slice": slice(0, 2),
@@ -309,9 +308,9 @@ def _common_if_any(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 def _check_function(
     primitive: Primitive, jaxpr: Any, consts: Sequence[Any], elements: Sequence[tuple[Any, Unit]], *to: Unit
 ) -> None:
-    """Raises an error unless the results of an elementwise function have the units `to`.
+    """Raises an error unless an elementwise function's results have the units `to`.
 
-    These are the units of the arrays into which the results are going to be written.
+    These are the units of the arrays they will be written into.
     """
     found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
 
@@ -348,7 +347,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Selects elements. If one of the cases is a plain 1, then this is treated as a guard, see `guarded`."""
+    """Selects elements. A plain 1 amongst the cases is treated as a guard, see `guarded`."""
     out = _bind(primitive, (*_dimensionless(primitive, [which]), *cases), {})
     quantities = [x for x in cases if isinstance(x, Unitful)]
     if not quantities:
@@ -369,15 +368,15 @@ def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
         return out
     if FRESH in guards or numbers:
         return with_unit(out, guarded(unit, FRESH))
-    # The guard isn't needed any more, as in `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
+    # The guard is no longer needed, as in `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
     return with_unit(out, guarded(unit, USED if len(quantities) == len(cases) and guards == {USED} else 0))
 
 
 def _has_any_unit(x: Any) -> bool:
-    """Returns whether a plain array is known to be filled with a number that matches any unit.
+    """Returns whether a plain array is known to be filled with a number matching any unit.
 
-    This is the case for 0, infinity and NaN, and for the largest and smallest numbers that are used in their
-    place, as in `jnp.nan_to_num`.
+    These are 0, infinity, NaN, and the largest and smallest numbers used in their place, as in
+    `jnp.nan_to_num`.
     """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -393,9 +392,9 @@ def _is_one(x: Any) -> bool:
 
 @register_on_either_side("jit", Unitful, precedence=precedence.UNITFUL)
 def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Implements `jnp.heaviside`, whose result is dimensionless.
+    """Implements `jnp.heaviside`, with a dimensionless result.
 
-    This needs its own rule because, under the hood, `jnp.heaviside` returns `x` itself if this is NaN.
+    This needs its own rule because `jnp.heaviside` returns `x` itself if it's NaN.
     """
     if not is_from_jax_numpy(params["jaxpr"], "heaviside"):
         return NotImplemented
@@ -407,12 +406,12 @@ def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 def _determinant(primitive: Primitive, x: Unitful, **params: Any) -> Any:
     """Implements `jnp.linalg.det` and `slogdet`.
 
-    These need their own rule because from four rows on, `det` is the exponential of a sum of logarithms, and
-    these only take numbers.
+    These need their own rule: from four rows on, `det` is the exponential of a sum of logarithms, which only
+    take numbers.
     """
     if is_from_jax_numpy(params["jaxpr"], "slogdet"):
         return _bind(primitive, _dimensionless("slogdet", [x]), params)
-    # A derivative within `quaxify` is a call of the same name that has more results.
+    # A derivative within `quaxify` is a call of the same name with more results.
     if not is_from_jax_numpy(params["jaxpr"], "det") or len(params["jaxpr"].out_avals) > 1:
         return NotImplemented
     (out,) = _bind(primitive, [x], params)
