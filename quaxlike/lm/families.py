@@ -1,7 +1,7 @@
-"""The supported decoder architectures, each described in terms of its differences from Llama.
+"""The supported decoder architectures, each described by its differences from Llama.
 
-This table is used to build models, to convert GGUF files, to shard layers, and to fold activation scales into
-weights. To avoid circular imports, this file doesn't import anything from the rest of the package.
+This table is used for building models, converting GGUF files, sharding layers, and folding activation scales
+into weights. To avoid circular imports, this file doesn't import anything from the rest of the package.
 
 The entries for GGUF follow `gguf-py/gguf/constants.py` and `conversion` in llama.cpp,
 <https://github.com/ggml-org/llama.cpp>.
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor of llama.cpp differs from transformers' array."""
+    """How a llama.cpp tensor differs from transformers' array."""
 
     rows: str = ""
     """The order of its rows, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
@@ -31,7 +31,7 @@ class TensorLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The llama.cpp tensors that make up one array, each with a part of its rows."""
+    """The llama.cpp tensors making up one array, each with some of its rows."""
 
     tensors: tuple[str, ...]
     """Their names within a block."""
@@ -103,10 +103,10 @@ class Gguf:
 
 #: Suffixes of class names for sequence and token classification.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-#: The names that classification layers have in any model.
+#: The names of classification layers in all models.
 HEADS = ("score", "classifier")
 
-#: The names that `config.json` can have for each activation function.
+#: The names of each activation function in `config.json`.
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_pytorch_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
@@ -117,7 +117,7 @@ _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity since some fields aren't hashable
 class Family:
-    """The options that distinguish a model family. All defaults are Llama's."""
+    """The options distinguishing a model family. All defaults are Llama's."""
 
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     fused: bool = False
@@ -214,11 +214,11 @@ class Family:
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """Returns which layers `quaxlike.balance` can fold scales into, as regular expressions.
+        """Returns the layers `quaxlike.balance` can fold scales into, as regular expressions.
 
-        A layer's scales can only be folded if its output is exclusively used by linear layers. We also
-        exclude norms with an offset, because scaling their weight doesn't scale their output, and the norm
-        before attention if some layers don't have any keys of their own.
+        Only linear layers may use the output of such a layer. Norms with an offset are also excluded, because
+        scaling their weight doesn't scale their output. The same goes for the norm before attention if some
+        layers don't have their own keys.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -245,7 +245,7 @@ _GEMMA4_ENTRIES = (
     *("use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "per_layer_config"),
     *("enable_moe_block", "top_k_experts"),
 )
-#: Entries of `config.json` that are only used by some families.
+#: Entries of `config.json` only used by some families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
@@ -550,7 +550,7 @@ FAMILIES: dict[str, Family] = {
 
 
 class Multimodal(NamedTuple):
-    """A multimodal model, of which we use the decoder."""
+    """A multimodal model, of which only the decoder is used."""
 
     decoders: dict[str, str]
     """The decoders that it can contain, keyed by the decoder's `model_type`."""
@@ -569,10 +569,9 @@ MULTIMODAL = {
         {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, tied=False
     ),
 }
-#: The path of the decoder within such a model. (Tensor names in files are different.)
+#: The decoder's path within a multimodal model. (Tensor names in files are different.)
 BODY_OF_TOWER = "model.language_model"
-#: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other
-#: tensors.
+#: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and of all other tensors.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
@@ -580,24 +579,22 @@ BESIDE_TEXT = re.compile(
 
 
 def classifiers() -> dict[str, tuple[str, str]]:
-    """Returns the decoder and the head that each architecture with a classification head consists of."""
+    """Maps each architecture with a classification head to its decoder and its head."""
     return {_stem(name) + head: (name, head) for name, family in FAMILIES.items() for head in family.heads}
 
 
 def bodies() -> dict[str, str]:
-    """Returns the decoder that each architecture without any head is the body of (transformers'
-    `AutoModel`).
-    """
+    """Maps each architecture without any head (transformers' `AutoModel`) to its decoder."""
     return {_stem(name) + "Model": name for name in FAMILIES}
 
 
 def _stem(name: str) -> str:
-    """Returns the prefix of the class names of a decoder with another head, or with none."""
+    """Returns the prefix of a decoder's class names with another head, or with none."""
     return FAMILIES[name].head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)
 
 
 def names_of(role: str) -> list[str]:
-    """Returns all names that architectures use for a part, starting with Llama's."""
+    """Returns all names of a part across architectures, starting with Llama's."""
     names = [family.parts.get(role, role) for family in FAMILIES.values()]
     if role in _EXPERT_FILES:
         names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]
