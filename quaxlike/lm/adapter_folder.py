@@ -33,7 +33,7 @@ def read_adapter(folder: Path, model: Any) -> Any:
     new embeddings.)
 
     **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. In addition, `CheckpointError` if
-    `run.json` names a missing module for a type of the user's own.
+    `run.json` names a module (for a type of the user's own) that doesn't exist.
     """
     if not holds_own(folder):
         try:

@@ -104,7 +104,7 @@ def load(
     an option is not supported. `CheckpointError` if a tensor is missing or unexpected, has the wrong shape,
     or has a dtype that can't be used for computation. `ValueError` if `dtype` can't be used for computation,
     if `sharding` is passed without a mesh or doesn't fit a weight, if `head` is passed without `quantize`, or
-    if `compute` is passed without any quantised weights or for a format not supporting it.
+    if `compute` is passed without any quantised weights or for a format that doesn't support it.
 
     !!! example
 
@@ -162,7 +162,7 @@ def load(
 
 
 def _usual_compute() -> str | None:
-    """Chooses how to compute products with weights in a format not specifying a dtype.
+    """Chooses how to compute products with weights in a format that doesn't specify a dtype.
 
     Rounding to bfloat16 changes products by less than storing weights in 8 bits did, and by much less than
     rounding inputs to 8 bits, as llama.cpp does.

@@ -83,7 +83,7 @@ class Forms:
     def converted(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a message to the formats supported by the template.
 
-        **Raises:** `ValueError` if the role isn't a text, or if the content has any other part, such as an
+        **Raises:** `ValueError` if the role isn't a text, or if a part of the content isn't, such as an
         image.
         """
         out, role, content = dict(message), message.get("role"), message.get("content")

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX = 1 << 23  # the maximum length of a text in characters, or of a list in elements
 _MAX_BITS = 1 << 16  # the maximum size of an integer: powers can exhaust memory too
-# Operations with results possibly much larger than their operands.
+# Operations whose results can be much larger than their operands.
 _PADDING = (
     "center",
     "ljust",
@@ -66,7 +66,7 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 environment, raising `SecurityError` if the result of an operation would be too large."""
+    """A jinja2 environment that raises `SecurityError` if an operation's result would be too large."""
 
     code_generator_class = _Generator
     parts = _Parts
@@ -113,7 +113,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a filter to bound its result. The context (if it takes one) isn't checked."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @functools.wraps(function)  # also copies some attributes for jinja2
+    @functools.wraps(function)  # also copies some attributes needed by jinja2
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(name, args[skipped:], kwargs)
         return _checked(function(*args, **kwargs))

@@ -22,7 +22,7 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 
 
 def make_of(text: str) -> Callable[..., Any]:
-    """Looks up a function creating adapters, for `quaxlike.adapt`.
+    """Looks up a function for creating adapters, to be passed to `quaxlike.adapt`.
 
     `text` is either the name of a built-in method, or the `MODULE:NAME` of a function or of a class with a
     method called `make`.

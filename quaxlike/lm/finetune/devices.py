@@ -58,7 +58,7 @@ def is_main_process() -> bool:
 
 
 class Follower:
-    """A stand-in for the run directory and the metrics, for processes not writing anything."""
+    """A stand-in for the run directory and the metrics, for processes that don't write anything."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state

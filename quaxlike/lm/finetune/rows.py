@@ -29,7 +29,7 @@ _ROLES = {
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 
-# The roles only asking, or giving the assistant something to answer.
+# The roles that only ask, or give the assistant something to answer.
 _ASKING = ("system", "developer", "user", "tool", "function", "ipython")
 
 _ALPACA = (
@@ -53,7 +53,7 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def check_label(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a row has a label: no task for decoders writing texts learns it.
+    """Raises `ValueError` if a row has a label: no task for text-generating decoders learns it.
 
     In particular, TRL's `KTOTrainer` has a label for whether the completion is any good. Without this check,
     training would include the bad ones too.

@@ -260,7 +260,7 @@ def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any
 
 
 def _with_sizes(config: dict[str, Any], model: PyTree) -> dict[str, Any]:
-    """Adds any sizes missing from `config.json`, as for Gemma 3: these are the defaults of its family."""
+    """Adds any sizes missing from `config.json` (e.g. for Gemma 3), using the family's defaults."""
     missing = {name for name in ("vocab_size", "max_position_embeddings") if config.get(name) is None}
     own = vars(getattr(model, "config", None) or object)
     return config | {name: own[name] for name in missing if name in own}
@@ -501,7 +501,7 @@ def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> N
     if train.adapter is not None:  # `_save` can use our own format in this case
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # `_save` will warn again
+        with warnings.catch_warnings(action="ignore"):  # `_save` will warn instead
             tensors_and_config(model, task_type=task.peft_type)
     except ValueError as error:
         raise FinetuneError(str(error)) from error

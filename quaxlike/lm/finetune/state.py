@@ -21,7 +21,7 @@ from .options import options
 from .settings import FinetuneError, Settings
 
 CHECKPOINT = "checkpoint.safetensors"
-_WRITER = "quaxlike"  # the entry of `run.json` for the version writing it
+_WRITER = "quaxlike"  # the entry of `run.json` for the version that wrote it
 
 
 @dataclasses.dataclass

@@ -64,7 +64,7 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes all accompanying files differing from those in `files`.
+    """Removes all accompanying files that differ from those in `files`.
 
     Do this before adding the new files. This way, weights are never left next to another model's tokeniser,
     even if the process is killed in between.

@@ -1,4 +1,4 @@
-"""Warnings about unused configuration entries which may affect the result."""
+"""Warnings about unused configuration entries that may affect the result."""
 
 import re
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...files.errors import listed, quoted
 
-#: Entries of `config.json` without an effect on the logits, grouped by the reason.
+#: Entries of `config.json` that don't affect the logits, grouped by the reason.
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "where the model comes from, and what wrote it": (
         *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version", "auto_map"),

@@ -28,7 +28,7 @@ class Labels:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Labels":
-        """Reads the labels from a configuration. This is `UNNAMED` if the model isn't a classifier.
+        """Reads the labels from a configuration. Returns `UNNAMED` if the model isn't a classifier.
 
         **Raises:** `UnsupportedConfigError` if any of the entries are invalid.
         """

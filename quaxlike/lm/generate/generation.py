@@ -59,7 +59,7 @@ def generate(
     - `ids`: the prompts, with any padding on the left.
     - `max_new_tokens`: the maximum number of tokens to generate.
     - `mask`: False for padding in `ids`. Default: no padding.
-    - `eos`: the tokens ending a text. Default: none.
+    - `eos`: the tokens that end a text. Default: none.
     - `temperature`: divides the logits before sampling. Default: 0, i.e. greedy decoding.
     - `top_k`: only sample from this many of the most likely tokens. Default: all tokens.
     - `top_p`: only sample from the most likely tokens with this total probability. Default: all tokens.

@@ -45,7 +45,7 @@ class Clock:
         self._steps, self._last = 0, 0.0
 
     def tick(self, tokens: int) -> None:
-        """Counts the tokens of a step just completed."""
+        """Counts the tokens of a completed step."""
         now = time.perf_counter()
         self.tokens += tokens
         self._steps += 1

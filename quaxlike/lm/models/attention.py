@@ -1,7 +1,7 @@
 """Attention for all architectures, along with its key-value cache.
 
 The cache must be updated in-place: copying it for every token costs more than the attention itself. XLA only
-does so if nothing else reads the old buffer. The barrier in `Memory._written` ensures this.
+updates it in-place if nothing else reads the old buffer, as ensured by the barrier in `Memory._written`.
 """
 
 import dataclasses
@@ -225,7 +225,7 @@ def attend(
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    # With a cache, queries and keys belong to different tokens, so we don't shard either of them.
+    # With a cache, queries and keys belong to different tokens, so don't shard either of them.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

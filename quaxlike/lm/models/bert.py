@@ -194,7 +194,7 @@ class AbstractBertClassifier(AbstractClassifier):
 
 
 class BertForSequenceClassification(AbstractBertClassifier):
-    """A BERT classifier computing the class logits of a whole text."""
+    """Computes the class logits of a whole text, using BERT."""
 
     def __call__(
         self, ids: Ids, seen: Seen | None = None, types: Ids | None = None
@@ -206,7 +206,7 @@ class BertForSequenceClassification(AbstractBertClassifier):
 
 
 class BertForTokenClassification(AbstractBertClassifier):
-    """A BERT classifier computing the class logits of each token in a text."""
+    """Computes the class logits of each token in a text, using BERT."""
 
     of_tokens: ClassVar[bool] = True
 

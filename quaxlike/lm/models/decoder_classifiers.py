@@ -75,8 +75,8 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier):
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
         """Returns the position of the last token.
 
-        As in transformers, this is the last token other than the padding token. Even a padding token really
-        ending a text is skipped.
+        As in transformers, this is the last token other than the padding token. A padding token is skipped
+        even if the text really ends in it.
         """
         counts = seen & (ids != self.config.pad_token_id)
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))

@@ -377,7 +377,7 @@ def _mixers(
 def _shared(
     config: DecoderConfig, mixers: tuple[str, ...], label: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Finds the layers at the end reading the keys and values of an earlier one.
+    """Finds which of the last layers read the keys and values of an earlier one.
 
     Returns the mixers of all layers along with their `sources`.
     """
@@ -445,7 +445,7 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     return tuple(map(read, [full, sliding] if windows else [full]))
 
 
-# Sizes depending on the kind of layer, and given in one of several ways.
+# Sizes that depend on the kind of layer, and can be given in several ways.
 _OF_KINDS = (
     *("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
     *("num_kv_shared_layers", "use_double_wide_mlp", "intermediate_size"),

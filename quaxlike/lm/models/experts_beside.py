@@ -34,7 +34,7 @@ class Router(Part, roles="proj scale per_expert_scale"):
         c, factor = self.config, self.part("scale") * self.config.hidden_size**-0.5
         x = normalised(x, c.rms_norm_eps) * factor.astype(x.dtype)[None]
         chosen, share = route(each(self.part("proj"), x), c)
-        # Not by indexing: on meshes with explicit axes it needs the sharding of its result.
+        # Don't use indexing: on meshes with explicit axes, this needs the sharding of its result.
         is_chosen = chosen[..., None] == jnp.arange(c.num_local_experts)[None, None]
         scale = jnp.sum(jnp.where(is_chosen, self.part("per_expert_scale")[None, None], 0), axis=-1)
         return chosen, share * scale.astype(share.dtype)

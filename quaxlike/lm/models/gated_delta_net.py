@@ -207,7 +207,7 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
     """Counts the tokens preceding each token in the same text.
 
-    There is no way to tell if the text started in an earlier call, so this returns a large number then.
+    If a text started in an earlier call, then the count is unknown, so this returns a large number.
     """
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])
@@ -219,7 +219,7 @@ def _convolved(
     weight: Float[Array, "features width"],
     age: Int[Array, " tokens"] | None,
 ) -> Float[Array, "tokens features"]:
-    """A causal depthwise convolution, without mixing inputs of different packed texts."""
+    """A causal depthwise convolution. Inputs of different packed texts aren't mixed."""
     width = weight.shape[1]
     tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
     for i in range(width - 1):
@@ -244,7 +244,7 @@ def gated_delta_rule(
 
     Mathematically, a token with key k and value v updates the state S to exp(decay) S + share · k (v −
     exp(decay) Sᵀ k)ᵀ, and then outputs Sᵀ q. The corrections within a chunk of 64 tokens solve a triangular
-    system, so go chunk by chunk rather than token by token.
+    system, so this goes chunk by chunk rather than token by token.
 
     **Arguments:**
 

@@ -138,7 +138,7 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight, by the fastest CPU product for plain arrays."""
+    """Computes `x @ w.T` for any type of weight, using the fastest CPU product for plain arrays."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 

@@ -238,7 +238,7 @@ class AbstractModernBertClassifier(AbstractClassifier):
 
 
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
-    """A ModernBERT classifier computing the class logits of a whole text."""
+    """Computes the class logits of a whole text, using ModernBERT."""
 
     def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, " classes"]:
         seen = seen_of(ids, seen)
@@ -249,7 +249,7 @@ class ModernBertForSequenceClassification(AbstractModernBertClassifier):
 
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
-    """A ModernBERT classifier computing the class logits of each token in a text."""
+    """Computes the class logits of each token in a text, using ModernBERT."""
 
     of_tokens: ClassVar[bool] = True
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..folders.model_config import check_numbers, computing, refused
 
-_LARGEST_HEAD = 1 << 16  # far above any real model; this stops corrupt files from making us allocate too much
+_LARGEST_HEAD = 1 << 16  # far above any real model; stops corrupt files from allocating too much
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 

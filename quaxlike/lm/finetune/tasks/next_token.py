@@ -1,4 +1,4 @@
-"""Causal language modelling, plus anything shared by all tasks for decoders writing texts."""
+"""Causal language modelling, plus anything shared by all tasks for text-generating decoders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders writing texts, rather than embedding them as in sentence-transformers."""
+    """A task for decoders that write texts, rather than embed them as in sentence-transformers."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"

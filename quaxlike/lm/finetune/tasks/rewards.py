@@ -33,7 +33,7 @@ class RewardSettings(TaskSettings):
 
 
 class Rewards(AbstractTask):
-    """A reward model, giving the chosen text a higher reward than the rejected one.
+    """A reward model, trained to give the chosen text a higher reward than the rejected one.
 
     The rows are the same as for `Preferences`.
 
