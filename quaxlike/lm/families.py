@@ -18,15 +18,15 @@ class TensorLayout:
     """How a llama.cpp tensor differs from transformers' array."""
 
     rows: str = ""
-    """The order of its rows, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
+    """The row order, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
     columns: str = ""
-    """The order of its columns."""
+    """The column order."""
     squeezed: bool = False
-    """Whether the array has a second axis of size 1, which the tensor does not have."""
+    """Whether the array has a second axis of size 1, missing from the tensor."""
     is_row: bool = False
-    """Whether the tensor may be a vector, where the array is a matrix of one row."""
+    """Whether the tensor may be a vector where the array is a matrix with one row."""
     numbers: str = ""
-    """The function that gives its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
+    """The function giving its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Joined:
     tensors: tuple[str, ...]
     """Their names within a block."""
     rows: str
-    """How rows of the array are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
+    """How the array's rows are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,59 +44,59 @@ class Gguf:
     """How llama.cpp's files for an architecture differ from transformers' files."""
 
     name: str
-    """The value of `general.architecture`. If this is shared by several families, then we choose one whose
-    `marker` is in the file, falling back to the first family without a marker."""
+    """The value of `general.architecture`. If several families share it, then choose one with its `marker` in
+    the file, falling back to the first family without a marker."""
     model_type: str
     """The value of `model_type` in transformers."""
     marker: str = ""
-    """A metadata key that distinguishes this family from others with the same `name`."""
+    """A metadata key distinguishing this family from others with the same `name`."""
     predictors: str = ""
-    """The prefix to list those blocks under that only predict further tokens (llama.cpp appends them to the
-    decoder's own). It must match `Family.beside`. Empty if there are no such blocks."""
+    """The prefix for blocks only predicting further tokens (llama.cpp appends them to the decoder's own). It
+    must match `Family.beside`. Empty if there are none."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Maps additional names that llama.cpp uses within a block to transformers' names."""
+    """Maps llama.cpp's additional names within a block to transformers' names."""
     layouts: Mapping[str, TensorLayout] = dataclasses.field(default_factory=dict)
-    """Layouts by llama.cpp's name within a block. An empty one overrides what usually holds for the name."""
+    """Layouts by llama.cpp's name within a block. An empty one overrides the usual layout for the name."""
     joined: Mapping[str, Joined] = dataclasses.field(default_factory=dict)
-    """Arrays that are several tensors, by transformers' name within a layer."""
+    """Arrays stored as several tensors, by transformers' name within a layer."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `rope_parameters`."""
     products: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Metadata keys that are the product of two entries. The first one has a key of its own."""
+    """Metadata keys for the product of two entries. The first entry has its own key."""
     sections: bool = False
-    """Whether llama.cpp shares out rotations between the axes of images. A token of a text has the same
-    position along all of them, so this has no effect on texts."""
+    """Whether llama.cpp divides rotations between the axes of images. Text tokens have the same position
+    along all axes, so this doesn't affect texts."""
     same: tuple[str, ...] = ()
-    """Entries that llama.cpp takes to be equal."""
+    """Entries llama.cpp takes to be equal."""
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The largest values of entries for which llama.cpp computes the same, up to rounding."""
+    """Maps entries to the largest values for which llama.cpp computes the same, up to rounding."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
+    """Entries of `config.json` without a metadata key, or with a different default in llama.cpp."""
     nulls: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The numbers that stand for entries that are None, where llama.cpp has a default for a missing key."""
+    """The numbers standing for None, for entries with a llama.cpp default if the key is missing."""
     permuted: bool = False
     """Whether llama.cpp's rotary embeddings require the rows of q and k to be permuted."""
     output: Literal["", "own", "tied"] = ""
     """Whether files must contain a separate output layer ("own"), must not ("tied"), or either ("")."""
     large: int = 0
-    """The number of layers in the only Gemma model that scales its scores by a different head size."""
+    """The number of layers in the only Gemma model scaling its scores by a different head size."""
     biases: bool = False
-    """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise, these must be as in
+    """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise these must be as in
     `config`, or False."""
     square: bool = False
-    """Whether llama.cpp assumes that the number of heads times the head size is the hidden size."""
+    """Whether llama.cpp takes the hidden size to be the number of heads times the head size."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp, rather than always using the defaults."""
     windowed: bool = False
-    """Whether sizes and rotations differ between layers with and without a window. These are then read and
-    written by `quaxlike.lm.gguf.window_layers`."""
+    """Whether sizes and rotations differ between layers with and without a window. If so,
+    `quaxlike.lm.gguf.window_layers` reads and writes them."""
     without_adapters: tuple[str, ...] = ()
-    """Tensors that llama.cpp doesn't apply adapters to."""
+    """Tensors without support for adapters in llama.cpp."""
     adapter_scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that llama.cpp scales experts by before it adds their adapters, which must therefore contain
-    these scales. They are given by transformers' names within a layer."""
+    """The scales for experts, by transformers' names within a layer. llama.cpp applies these before adding
+    adapters, so adapters must contain them."""
     vocabulary: str = ""
     """The value of `tokenizer.ggml.model` for vocabularies with byte fallback, if it isn't "llama"."""
 
@@ -121,7 +121,7 @@ class Family:
 
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     fused: bool = False
-    """Whether queries, keys and values are fused into a single matrix, as are the gate and up projections."""
+    """Whether queries, keys and values are fused into one matrix, and gate and up into another."""
     gated: bool = True
     qkv_bias: bool | None = None
     """Whether q, k and v have biases, or None to use `attention_bias`."""
@@ -133,14 +133,14 @@ class Family:
     layer_norm: bool = False
     """Whether to use LayerNorm with biases."""
     norm_offset: float | int = 0.0
-    """A constant that is added to the weights of norms."""
+    """A constant added to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
     """Whether weights have shape (in, out)."""
     sinks: bool = False
     gated_attention: bool = False
-    """Whether the output of each query head is multiplied by a gate."""
+    """Whether each query head's output is multiplied by a gate."""
     tied: bool = False
     """The default value of `tie_word_embeddings`."""
 
@@ -161,30 +161,30 @@ class Family:
     """Maps kinds of layer in `layer_types`, other than attention, to names in `quaxlike.lm.models.MIXERS`."""
     attends: int = 0
     """If nonzero, every n-th layer uses attention and all others use the first mixer. Overridden by
-    `full_attention_interval`, and not used if there are `layer_types`."""
+    `full_attention_interval` and by `layer_types`."""
     sharing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The mixers of the last `num_kv_shared_layers` layers, which read keys and values of the last layer
-    before them with the same mixer: the name of that to their own."""
+    """Maps each mixer to its counterpart in the last `num_kv_shared_layers` layers. These read the keys and
+    values of the last layer before them with the former mixer."""
     ends_global: bool = False
     """Whether the last layer has no window, whatever `layer_types` says."""
     layer_scalars: bool = False
-    """Whether the output of each layer is multiplied by a number that is not trained."""
+    """Whether each layer's output is multiplied by an untrained number."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Integer entries of `config.json` that are used by mixers, with defaults. These must all be positive."""
+    """Integer entries of `config.json` used by mixers, with defaults. They must all be positive."""
 
     experts: Literal["", "out_in", "in_out"] = ""
-    """Whether there are experts, and how their matrices are laid out."""
+    """Whether there are experts, and the layout of their matrices."""
     experts_beside: str = ""
-    """The boolean entry that adds experts next to each feed-forward layer, rather than in place of it."""
+    """The boolean entry adding experts next to each feed-forward layer, rather than in place of it."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
-    """The names of an expert's matrices in files that have a separate tensor for each expert."""
+    """The names of an expert's matrices in files with a separate tensor for each expert."""
     expert_bias: bool = False
     interleaved: bool = False
-    """Whether experts interleave the gate and up projections, in which case these are also clamped."""
+    """Whether experts interleave the gate and up projections. If so, these are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """The entries in `OF_FEW` that this family uses. All others are ignored."""
+    """The entries in `OF_FEW` used by this family. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of `config.json` entries to this family's names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -192,20 +192,20 @@ class Family:
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps parts to their names in files, if these differ from the names in the model."""
     beside: str = ""
-    """A regular expression for parts that are found in some files but not used by us."""
+    """A regular expression for unused parts found in some files."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Default values for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that must have this value if they are present."""
+    """Entries of `config.json` and the values they must have if present."""
     gguf: Gguf | None = None
     """How llama.cpp stores this architecture, or None if it isn't supported."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """The classification heads that are available, as suffixes of transformers' class names."""
+    """The available classification heads, as suffixes of transformers' class names."""
     head_stem: str = ""
     """The prefix of these class names, and of the body's, if it differs from the decoder's prefix."""
     taken_for_experts: tuple[str, ...] = ()
-    """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
-    instead use `target_parameters`, which PEFT doesn't rewrite."""
+    """Suffixes of layer names PEFT would mistake for transformers 4's experts in `target_modules`. PEFT
+    doesn't rewrite `target_parameters`, so use those instead."""
     token_head: str = "score"
     """The name of the token classification layer."""
 
@@ -553,7 +553,7 @@ class Multimodal(NamedTuple):
     """A multimodal model, of which only the decoder is used."""
 
     decoders: dict[str, str]
-    """The decoders that it can contain, keyed by the decoder's `model_type`."""
+    """The decoders it can contain, keyed by their `model_type`."""
     tied: bool
     """Whether the output layer is tied if `config.json` doesn't say, whatever its `text_config` says."""
 

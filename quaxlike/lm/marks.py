@@ -20,15 +20,15 @@ class Marks:
     """The special tokens around texts in a checkpoint."""
 
     begin: list[int]
-    """The tokens that the tokeniser adds at the start of a text."""
+    """The tokens added by the tokeniser at the start of a text."""
     end: list[int]
-    """The tokens that the tokeniser adds at the end of a text."""
+    """The tokens added by the tokeniser at the end of a text."""
     ends: list[int]
-    """The tokens at which to stop. Models are trained to produce the first one, except after answers."""
+    """The tokens to stop at. Models are trained to produce the first one, except after answers."""
     answer: list[int]
-    """The special token that the chat template writes after each answer. (Empty if there is none.)"""
+    """The special token written by the chat template after each answer. (Empty if there is none.)"""
     differ: str = ""
-    """A warning for the user, in case the files of the checkpoint contradict each other."""
+    """A warning for the user if the checkpoint's files contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":

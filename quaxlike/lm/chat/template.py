@@ -33,7 +33,7 @@ class Rendered(NamedTuple):
 
     text: str
     written: list[tuple[int, int]]
-    """The (start, end) of each character span that was written by the assistant."""
+    """The (start, end) of each character span written by the assistant."""
 
 
 class ChatTemplate:

@@ -111,12 +111,12 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never mutated)
-    """Which tokens contribute to the loss. This is empty if the task is about whole texts."""
+    """Which tokens contribute to the loss. Empty if the task is about whole texts."""
     label: int | tuple[float, ...] | list[int] = 0
-    """Depending on the task: the index of the class, a number for each label, or a class index per token."""
+    """Depending on the task: a class index, a number for each label, or a class index per token."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """The segment id of each token, starting from 1. Only used if several texts are packed into a row."""
+    """Each token's segment id, starting from 1. Only used if several texts are packed into a row."""
 
 
 class Batch(NamedTuple):
@@ -124,7 +124,7 @@ class Batch(NamedTuple):
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The segment id of each token, starting from 1 because 0 means padding."""
+    """Each token's segment id, starting from 1 because 0 means padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens contribute to the loss."""
     labels: Shaped[Array | np.ndarray, "examples *labels"]
@@ -140,11 +140,11 @@ class Examples(NamedTuple):
 
     examples: list[Example]
     cut: int
-    """The number of texts that were truncated."""
+    """The number of truncated texts."""
     empty: int
-    """The number of examples that were dropped because truncation left nothing to train on."""
+    """The number of examples dropped because truncation left nothing to train on."""
     without_answer: int
-    """The number of rows that were dropped because there was nothing to train on in the first place."""
+    """The number of rows dropped because there was nothing to train on in the first place."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:

@@ -33,9 +33,9 @@ class TaskSettings:
     """Base class for a task's settings. Declare the fields of a subclass using `option`."""
 
     name: ClassVar[str]
-    """The name of the task, for `--task`."""
+    """The task's name, for `--task`."""
     about: ClassVar[str]
-    """What the task is for, as shown by `--help`."""
+    """A short description, as shown by `--help`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DataSettings:
     )
     held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
-    """The settings of the chosen task. If this is None then the task depends on the model."""
+    """The settings of the chosen task. If None then the task depends on the model."""
     max_length: int | None = option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=SIZE
     )

@@ -32,7 +32,7 @@ class Saved:
     step: int | None = None
     """The step of this checkpoint. 0 if there isn't one, and None if the run hasn't checked yet."""
     here: bool = True
-    """Whether this is the process that saves the checkpoints."""
+    """Whether this process saves the checkpoints."""
 
     def __str__(self) -> str:
         if not self.here:

@@ -85,7 +85,7 @@ class TrainingProgram:
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
-        """The time that we have spent compiling, in total."""
+        """The total time spent compiling."""
 
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)

@@ -93,14 +93,14 @@ class _Token:
     file: str
     number: int | None
     given: Mapping[str, bool]
-    """The flags that are specified by the file."""
+    """The flags specified by the file."""
     in_decoder: bool | None
     """Whether the token is in `added_tokens_decoder`, or None if there is no such entry.
 
     If there is, then other files don't change the flags in `tokenizer.json`.
     """
     is_named: bool = False
-    """Whether the token has a role, such as `eos_token`. All such tokens are special."""
+    """Whether the token has a role, such as `eos_token`. If so, it is special."""
 
     def flags(self) -> dict[str, bool]:
         special = self.is_named or self.given["special"]

@@ -50,7 +50,7 @@ class Memory(AbstractMemory):
     rotates: bool = eqx.field(static=True, default=False)
     """Whether to rotate keys and queries by `hadamard`, which makes them easier to quantise to a few bits."""
     layer: Int[Array, ""] | None = None
-    """This layer's index into arrays that are stacked over layers, or None if they aren't stacked."""
+    """This layer's index into arrays stacked over layers, or None if they aren't stacked."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":

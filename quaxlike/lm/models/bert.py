@@ -171,7 +171,7 @@ class AbstractBertClassifier(AbstractClassifier):
     classifier: eqx.nn.Linear
     labels: Labels = eqx.field(static=True)
     new_pooler: bool = eqx.field(static=True)
-    """Whether the pooler isn't the checkpoint's. If so, it is trained in full like the layer behind it."""
+    """Whether the pooler isn't the checkpoint's. If so, it is trained in full, like the classifier."""
 
     def __init__(self, config: BertConfig, *, key: Any) -> None:
         self.new_pooler = False

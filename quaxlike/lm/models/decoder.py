@@ -51,7 +51,7 @@ _OTHERS = f"{OF_EXPERTS} {OF_LAYER} layer_scalar"
 
 class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {_OTHERS}"):
     role: str = eqx.field(static=True)
-    """The name of the field that contains the mixer."""
+    """The name of the field containing the mixer."""
 
     def __init__(self, config: DecoderConfig, i: int, key: Any) -> None:
         mixing, mlp = jax.random.split(key)

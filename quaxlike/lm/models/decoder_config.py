@@ -119,7 +119,7 @@ class DecoderConfig(Config):
     attention_multiplier: float | int = 0
     """The factor to multiply attention scores by. 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
-    """The number by which to divide the logits."""
+    """The number to divide the logits by."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -128,23 +128,23 @@ class DecoderConfig(Config):
     swiglu_limit: float | int = 7.0
     global_head_dim: int = 0
     """The head size in layers without a window. This and the next entry are 0 if a family uses the same
-    heads in all of its layers."""
+    heads in all layers."""
     num_global_key_value_heads: int = 0
     attention_k_eq_v: bool = False
-    """Whether layers without a window also use their keys as values, instead of having a `v_proj`."""
+    """Whether layers without a window use their keys as values, instead of having a `v_proj`."""
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
-    """Whether the feed-forward layer is twice as wide in layers that read another layer's keys and values."""
+    """Whether the feed-forward layer is twice as wide in layers reading another layer's keys and values."""
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether there is no output layer, as is the case for the body of a decoder (transformers' `AutoModel`)
-    and for embedding models from sentence-transformers."""
+    """Whether there is no output layer, as in the body of a decoder (transformers' `AutoModel`) and in
+    embedding models from sentence-transformers."""
     body_name: str = ""
     """The decoder's module path inside transformers' model, if it is only one part there."""
     head: str = ""
-    """The class name's suffix in transformers, which is empty for a causal language model."""
+    """The class name's suffix in transformers. Empty for a causal language model."""
     labels: Labels = UNNAMED
     """A classifier's labels."""
     token_classification_bias: bool = True
@@ -154,20 +154,20 @@ class DecoderConfig(Config):
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window. Layers that do attend only to the last `sliding_window`
-    tokens (0 for all), and have a separate rotary embedding."""
+    """Whether each layer uses a sliding window. If so, it attends only to the last `sliding_window` tokens (0
+    for all), and has a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
-    """Each layer's mixer, given as a key of `MIXERS`."""
+    """Each layer's mixer, as a key of `MIXERS`."""
     sources: tuple[int, ...] = ()
-    """The index of the layer whose memory each layer reads. This is usually the layer itself, but some layers
+    """The index of the layer whose memory each layer reads. Usually this is the layer itself, but some layers
     of Gemma 4 read an earlier one instead."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """The integer-valued entries that mixers use."""
+    """Integer-valued entries for the mixers."""
     sparse: tuple[bool, ...] = ()
     """Whether each layer is a mixture of experts."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings: first for layers without a window, then for those with one. This is empty if
-    positions are learned."""
+    """The rotary embeddings: first for layers without a window, then for those with one. Empty if positions
+    are learned."""
 
     @property
     def family(self) -> Family:

@@ -34,8 +34,8 @@ class AbstractMemory(eqx.Module):
     """
 
     by_place: ClassVar[bool]
-    """Whether the state is stored by position. If it isn't, then there is no way to overwrite the most recent
-    tokens with different ones."""
+    """Whether the state is stored by position. If it isn't, then the most recent tokens can't be overwritten
+    with different ones."""
 
     @property
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class AbstractMixer(eqx.Module):
     """Abstract base class for mixers. Weights are loaded by name, so name fields as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The name of the layer's field that contains this mixer, unless renamed by `Family.parts`."""
+    """The name of the layer's field for this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...

@@ -45,15 +45,15 @@ class ModernBertConfig(Config):
     classifier_bias: bool = False
     """Whether there is a bias in the dense layer of the classification head."""
     classifier_pooling: str = "cls"
-    """What to classify. Either the first token ("cls") or the mean over all tokens ("mean")."""
+    """What to classify: either the first token ("cls") or the mean over all tokens ("mean")."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
     """Whether embeddings differ from the checkpoint's. See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window, which has `local_attention / 2` tokens on either side."""
+    """Whether each layer uses a sliding window, with `local_attention / 2` tokens on either side."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings. The first is for layers without a window, and the second for layers with one."""
+    """The rotary embeddings: first for layers without a window, then for those with one."""
 
     @property
     def num_labels(self) -> int:

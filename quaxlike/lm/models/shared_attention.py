@@ -23,8 +23,8 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     role: ClassVar = "self_attn"
     is_global: ClassVar[bool]
     reads: ClassVar[bool]
-    """Whether this layer reads the keys and values of an earlier one. It finds these in the memory that it's
-    called with, which is why there has to be one even if we aren't generating."""
+    """Whether this layer reads the keys and values of an earlier one. They are in its memory, so there has to
+    be one even when not generating."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, (heads, size) = config, self._heads(config)

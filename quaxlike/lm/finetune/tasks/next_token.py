@@ -38,7 +38,7 @@ class NextToken(AbstractTextTask):
     """
 
     chunk: int = 0
-    """The number of tokens per row for which to compute logits at the same time. 0 means all."""
+    """The number of tokens per row to compute logits for at a time. 0 means all."""
     packed: bool = False
     """Whether several texts can be packed into one row."""
 

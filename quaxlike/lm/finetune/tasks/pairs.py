@@ -26,7 +26,7 @@ class Pairs(AbstractTask):
     """
 
     pooling: Pooling = Pooling()
-    """How to pool the tokens of a text. The resulting vectors are compared by their cosine similarity."""
+    """How to pool a text's tokens. The resulting vectors are compared by cosine similarity."""
 
     help: ClassVar[str] = """\
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with

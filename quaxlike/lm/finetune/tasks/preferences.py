@@ -27,7 +27,7 @@ class PreferenceSettings(TaskSettings):
     beta: float | int = option(
         "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
-    """The factor by which to multiply the log-ratio of probabilities."""
+    """The factor to multiply the log-ratio of probabilities by."""
 
 
 class Preferences(AbstractTextTask):
@@ -43,7 +43,7 @@ class Preferences(AbstractTextTask):
     """
 
     chunk: int = 0
-    """The number of tokens per row for which to compute logits at the same time. See `NextToken.chunk`."""
+    """The number of tokens per row to compute logits for at a time. See `NextToken.chunk`."""
     settings: PreferenceSettings = eqx.field(static=True, default=PreferenceSettings())
 
     help: ClassVar[str] = """\

@@ -21,13 +21,13 @@ class AbstractTask(eqx.Module):
     """
 
     help: ClassVar[str]
-    """The models and data that the task supports. For `--help`, so this should have two columns."""
+    """The supported models and data. For `--help`, so this should have two columns."""
     models: ClassVar[str]
-    """The models that the task supports. For error messages."""
+    """The supported models. For error messages."""
     peft_type: ClassVar[str]
-    """The `task_type` that this corresponds to in PEFT's configuration."""
+    """The corresponding `task_type` in PEFT's configuration."""
     own: ClassVar[type[TaskSettings] | None] = None
-    """The type of the settings for this task. If this is None then `--task` doesn't list it."""
+    """The type of the task's settings. If None then `--task` doesn't list it."""
     needs_name: ClassVar[bool] = True
     """Whether `--task` must name this task. If not, it's also the default for any suitable model."""
     least_batch: ClassVar[int] = 1
@@ -39,7 +39,7 @@ class AbstractTask(eqx.Module):
     compares_with_start: ClassVar[bool] = False
     """Whether the loss compares with the model before training.
 
-    If we are continuing to train an adapter, then this includes the adapter, and it is passed as the teacher.
+    If training an existing adapter further, then this includes the adapter and is passed as the teacher.
     """
 
     @classmethod
