@@ -1,6 +1,6 @@
 """Language models: loading checkpoints from other programs, decoders, generation and fine-tuning.
 
-This is the only part of quaxlike that is specific to text. Nothing else in quaxlike imports it.
+This is the only part of quaxlike specific to text. Nothing else in quaxlike imports it.
 """
 
 from typing import TYPE_CHECKING

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-# Options for `mallopt`. These values are from glibc's `malloc.h`.
+# Options for `mallopt`, from glibc's `malloc.h`.
 _OPTIONS = (
     (-8, 1),  # M_ARENA_MAX: only the main arena respects the next option
     (-4, 0),  # M_MMAP_MAX
@@ -12,14 +12,13 @@ _OPTIONS = (
 
 
 def keep_memory() -> None:
-    """Makes the C library keep memory once it has been freed, so that later allocations can reuse it.
+    """Makes the C library keep freed memory, so that later allocations can reuse it.
 
-    On CPUs, XLA allocates temporaries every time that a program is called. By default, glibc returns this
-    memory to the kernel in between, and the kernel must then zero every page before handing it out again.
+    On CPUs, XLA allocates temporaries every time a program is called. By default, glibc returns this memory
+    to the kernel in between, and the kernel must then zero every page before handing it out again.
 
-    Importantly, you must call this before JAX computes anything, because each thread that allocates gets a
-    separate arena. It also affects the whole process, which means that it should only be used by commands.
-    For any C library other than glibc this has no effect.
+    You must call this before JAX computes anything: each allocating thread gets a separate arena. It affects
+    the whole process, so only commands should use it. It does nothing for C libraries other than glibc.
     """
     if sys.platform != "linux" or (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return

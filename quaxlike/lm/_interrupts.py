@@ -1,8 +1,8 @@
-"""Handles Ctrl-C and SIGTERM, but only at points that are chosen by the program.
+"""Handles Ctrl-C and SIGTERM, but only at points chosen by the program.
 
-By default, Python can raise `KeyboardInterrupt` anywhere, and this is not always a good thing. If it happens
-inside a NumPy conversion then it is turned into some other error. Inside a callback or a destructor it is
-printed and then ignored. And whilst we wait for a device or for compilation, it isn't raised at all.
+By default, Python can raise `KeyboardInterrupt` anywhere. Inside a NumPy conversion it turns into some other
+error. Inside a callback or a destructor it is printed and then ignored. And whilst waiting for a device or
+for compilation, it isn't raised at all.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ _requested = 0  # the number of the pending signal
 
 
 def interrupt_requested() -> int:
-    """Returns the number of the signal that is pending, or 0 if there is none."""
+    """Returns the number of the pending signal, or 0 if there is none."""
     return _requested
 
 
 def take_interrupt() -> None:
-    """Raises `KeyboardInterrupt` if a signal is pending. Its argument is the number of this signal."""
+    """Raises `KeyboardInterrupt` if a signal is pending, with the signal's number as its argument."""
     if _requested:
         raise KeyboardInterrupt(_requested)
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Returns the exit status for an interrupt. We use the same convention as shells."""
+    """Returns the exit status for an interrupt, by the same convention as shells."""
     return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
@@ -44,12 +44,11 @@ def interrupts_deferred(
     **Arguments:**
 
     - `last_words`: printed (using `str`) if the process is terminated before `take_interrupt` is called.
-    - `patience`: the number of interrupts that can be pending. If there is another one after that, then it
-        terminates the process immediately with status 130, or 143 for SIGTERM. For this reason you should
-        write files atomically, just as if the process could be killed. Default: 1.
+    - `patience`: the maximum number of pending interrupts. Any further one terminates the process immediately
+        with status 130, or 143 for SIGTERM, so you should write files atomically. Default: 1.
     - `signals`: the signals to handle. Default: Ctrl-C.
 
-    Note that this does nothing outside the main thread, because other threads can't handle signals.
+    Note that this does nothing outside the main thread: other threads can't handle signals.
     """
     global _requested
     if threading.current_thread() is not threading.main_thread():
@@ -60,8 +59,8 @@ def interrupts_deferred(
         global _requested
         _requested = number
 
-    # Python only runs the handler above once the main thread is back in the interpreter, which can take a
-    # long time. So we also have a separate thread, which is notified immediately.
+    # Python only runs the handler above once the main thread is back in the interpreter, and this can take a
+    # long time. A separate thread is notified immediately.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     watching = threading.Thread(target=_watch, args=(receiver, last_words, patience, {*signals}), daemon=True)

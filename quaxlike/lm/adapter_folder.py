@@ -1,4 +1,4 @@
-"""Reads an adapter from a folder, either in PEFT's format or (for types that PEFT lacks) in our own."""
+"""Reads an adapter from a folder, either in PEFT's format or (for types PEFT lacks) in our own."""
 
 import importlib
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def holds_own(folder: Path) -> bool:
 def read_adapter(folder: Path, model: Any) -> Any:
     """Adds the adapter from a folder to a model.
 
-    If the vocabulary was resized before the adapter was trained, then we do so as well. (The adapter has the
+    If the vocabulary was resized before the adapter was trained, then so is the model's. (The adapter has the
     new embeddings.)
 
     **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. In addition, `CheckpointError` if
-    `run.json` names a module with a type of the user's own, and there is no such module.
+    `run.json` names a module (for a type of the user's own) that doesn't exist.
     """
     if not holds_own(folder):
         try:
@@ -44,9 +44,9 @@ def read_adapter(folder: Path, model: Any) -> Any:
 
 
 def other_tokenizer(adapter: Path, model: Path) -> str:
-    """Returns a warning if the folder of an adapter has another tokeniser or chat template than its model.
+    """Returns a warning if an adapter's folder has another tokeniser or chat template than its model.
 
-    TRL saves both of these next to an adapter, but we always use the model's.
+    TRL saves both next to an adapter, but only the model's are ever used.
     """
     found: list[str] = []
     if any((adapter / name).is_file() for name in ("tokenizer_config.json", "chat_template.jinja")):
@@ -73,18 +73,18 @@ def other_tokenizer(adapter: Path, model: Path) -> str:
 
 
 def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:
-    """Imports a user's module. If there is no module of this name, then this raises `error(message)`."""
+    """Imports a user's module. Raises `error(message)` if there is no module of this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
-            raise  # the module does exist, but something that it imports doesn't
+            raise  # the module does exist, but something it imports doesn't
         problem = f"there is no module {missing.name!r}. Run the command in its folder, or install it."
         raise error(problem) from None
 
 
 def _types_in(folder: Path) -> list[type]:
-    """Imports the user's own adapter types that were used by the run in this folder."""
+    """Imports the user's own adapter types, as used by the run in this folder."""
     about = folder / "run.json"
     given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
     if not isinstance(given, str) or given in METHODS:

@@ -1,4 +1,4 @@
-"""The model class for each architecture that `config.json` can name."""
+"""The model class for each architecture in `config.json`."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -29,8 +29,7 @@ _ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "ModernBertForSequenceClassification": (ModernBertConfig, ModernBertForSequenceClassification),
     "ModernBertForTokenClassification": (ModernBertConfig, ModernBertForTokenClassification),
 }
-# Encoders as they are pretrained, and how most are published. We read them without the head that guesses
-# masked tokens.
+# Encoders as pretrained, and how most are published. They are read without the head for masked tokens.
 _PRETRAINED = {
     "BertForMaskedLM": "BertModel",
     "BertForPreTraining": "BertModel",
@@ -40,14 +39,14 @@ _OF_PRETRAINING = {Bert: re.compile(r"cls\."), ModernBert: re.compile(r"(head|de
 
 
 def without_pretraining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `config.json` of an encoder without its pretraining head. Any others are unchanged."""
+    """Returns an encoder's `config.json` without its pretraining head. Any others are unchanged."""
     names = config.get("architectures")
     found = [name for name in _PRETRAINED if isinstance(names, list) and name in names]
     return {**config, **({"architectures": [_PRETRAINED[found[0]]]} if found else {})}
 
 
 def is_of_pretraining(model: Any, tensor: str) -> bool:
-    """Returns whether a tensor is of a pretraining head, which `model` is an encoder without."""
+    """Returns whether a tensor belongs to a pretraining head, dropped from the encoder `model`."""
     pattern = _OF_PRETRAINING.get(type(model))
     return pattern is not None and pattern.match(tensor) is not None
 
@@ -68,7 +67,7 @@ def architecture_of(
     name = known[0]
     if name in _ENCODERS:
         read, make = _ENCODERS[name]
-        # transformers can leave the pooler out, and does so for masked language models.
+        # transformers can omit the pooler, and does so for masked language models.
         is_pooled = make is not Bert or any("pooler.dense." in tensor for tensor in tensors)
         return read, make if is_pooled else partial(make, pooled=False)
     if name not in classify:

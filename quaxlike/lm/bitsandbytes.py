@@ -16,7 +16,7 @@ __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
 @jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint, by name. This also records how each of them was stored in the file.
+    """A 4-bit checkpoint's weights, by name. This also records how each was stored in the file.
 
     **Attributes:** `storage` and `metadata`, both as in `Checkpoint`.
     """
@@ -45,13 +45,13 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
     **Arguments:**
 
-    - `path`: either a `.safetensors` file, a `.safetensors.index.json`, or a folder that has one of these.
+    - `path`: either a `.safetensors` file, a `.safetensors.index.json`, or a folder with one of these.
 
     **Returns:** a dictionary from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. Arrays with
     64-bit dtypes are returned as NumPy arrays, unless you have set `jax_enable_x64`.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is corrupt or
-    incomplete, in which case the message includes the file and the entry.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` (naming the file and the
+    entry) if it is corrupt or incomplete.
 
     !!! example
 
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint without reading its weights. Each weight is only read once you access it.
+    """Opens a checkpoint lazily: each weight is only read once you access it.
 
     **Arguments:**
 
@@ -85,19 +85,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 @checked
 def save(path: str | os.PathLike[str], mapping: Mapping[str, Any], *, quant_storage: Any = None) -> None:
-    """Writes a checkpoint that can be read by bitsandbytes and transformers.
+    """Writes a checkpoint for use with bitsandbytes and transformers.
 
-    If `mapping` comes from `load`, then what we write is the same byte for byte. Note that the file only
-    appears under this name once it is complete.
+    If `mapping` comes from `load`, then the file is the same byte for byte. It only appears under its name
+    once it is complete.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
-    - `quant_storage`: the dtype that the file uses for packed codes. Default: the same as in the file that
-        `mapping` was loaded from, or uint8 if it wasn't loaded.
+    - `quant_storage`: the file's dtype for packed codes. Default: the same as in the file `mapping` was
+        loaded from, or uint8 if it wasn't loaded.
 
-    **Raises:** `CheckpointError` if there is a value that cannot be stored. No file is written in this case.
+    **Raises:** `CheckpointError` if a value can't be stored. No file is written in this case.
     """
     path = Path(path)
     tensors = tensors_of(path, mapping, quant_storage)

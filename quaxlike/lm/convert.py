@@ -1,4 +1,4 @@
-"""The command that converts a checkpoint, either to safetensors or to GGUF."""
+"""The command for converting a checkpoint, either to safetensors or to GGUF."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,9 @@ another. Weights that no format of transformers holds are written in quaxlike's 
 
 
 def _dense_where_rounded(model: Any, scheme: Any) -> Any:
-    """Materialises the arrays that we are about to quantise again.
+    """Materialises the arrays about to be quantised again.
 
-    Without this, an adapter would be merged into weights that are still quantised, which means that the
-    result would be rounded twice.
+    Without this, an adapter is merged into quantised weights, and the result is rounded twice.
     """
     from ..core.values import is_value, materialise
     from ..surgery.quantize import choices_of, is_recipe

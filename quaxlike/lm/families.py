@@ -1,7 +1,7 @@
-"""The supported decoder architectures, each described in terms of its differences from Llama.
+"""The supported decoder architectures, each described by its differences from Llama.
 
-This table is used to build models, to convert GGUF files, to shard layers, and to fold activation scales into
-weights. To avoid circular imports, this file doesn't import anything from the rest of the package.
+This table is used for building models, converting GGUF files, sharding layers, and folding activation scales
+into weights. To avoid circular imports, this file doesn't import anything from the rest of the package.
 
 The entries for GGUF follow `gguf-py/gguf/constants.py` and `conversion` in llama.cpp,
 <https://github.com/ggml-org/llama.cpp>.
@@ -15,28 +15,28 @@ from typing import Any, Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor of llama.cpp differs from transformers' array."""
+    """How a llama.cpp tensor differs from transformers' array."""
 
     rows: str = ""
-    """The order of its rows, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
+    """The row order, as a name in `quaxlike.lm.gguf.layouts.ORDERS`. Empty for the same order."""
     columns: str = ""
-    """The order of its columns."""
+    """The column order."""
     squeezed: bool = False
-    """Whether the array has a second axis of size 1, which the tensor does not have."""
+    """Whether the array has a second axis of size 1, missing from the tensor."""
     is_row: bool = False
-    """Whether the tensor may be a vector, where the array is a matrix of one row."""
+    """Whether the tensor may be a vector where the array is a matrix with one row."""
     numbers: str = ""
-    """The function that gives its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
+    """The function giving its numbers, as a name in `quaxlike.lm.gguf.layouts.FUNCTIONS`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The llama.cpp tensors that make up one array, each with a part of its rows."""
+    """The llama.cpp tensors making up one array, each with some of its rows."""
 
     tensors: tuple[str, ...]
     """Their names within a block."""
     rows: str
-    """How rows of the array are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
+    """How the array's rows are spread over them, as a name in `quaxlike.lm.gguf.layouts.ORDERS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,69 +44,69 @@ class Gguf:
     """How llama.cpp's files for an architecture differ from transformers' files."""
 
     name: str
-    """The value of `general.architecture`. If this is shared by several families, then we choose one whose
-    `marker` is in the file, falling back to the first family without a marker."""
+    """The value of `general.architecture`. If several families share it, then choose one with its `marker` in
+    the file, falling back to the first family without a marker."""
     model_type: str
     """The value of `model_type` in transformers."""
     marker: str = ""
-    """A metadata key that distinguishes this family from others with the same `name`."""
+    """A metadata key distinguishing this family from others with the same `name`."""
     predictors: str = ""
-    """The prefix to list those blocks under that only predict further tokens (llama.cpp appends them to the
-    decoder's own). It must match `Family.beside`. Empty if there are no such blocks."""
+    """The prefix for blocks only predicting further tokens (llama.cpp appends them to the decoder's own). It
+    must match `Family.beside`. Empty if there are none."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Maps additional names that llama.cpp uses within a block to transformers' names."""
+    """Maps llama.cpp's additional names within a block to transformers' names."""
     layouts: Mapping[str, TensorLayout] = dataclasses.field(default_factory=dict)
-    """Layouts by llama.cpp's name within a block. An empty one overrides what usually holds for the name."""
+    """Layouts by llama.cpp's name within a block. An empty one overrides the usual layout for the name."""
     joined: Mapping[str, Joined] = dataclasses.field(default_factory=dict)
-    """Arrays that are several tensors, by transformers' name within a layer."""
+    """Arrays stored as several tensors, by transformers' name within a layer."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps additional metadata keys to entries of `rope_parameters`."""
     products: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Metadata keys that are the product of two entries. The first one has a key of its own."""
+    """Metadata keys for the product of two entries. The first entry has its own key."""
     sections: bool = False
-    """Whether llama.cpp shares out rotations between the axes of images. A token of a text has the same
-    position along all of them, so this has no effect on texts."""
+    """Whether llama.cpp divides rotations between the axes of images. Text tokens have the same position
+    along all axes, so this doesn't affect texts."""
     same: tuple[str, ...] = ()
-    """Entries that llama.cpp takes to be equal."""
+    """Entries llama.cpp takes to be equal."""
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The largest values of entries for which llama.cpp computes the same, up to rounding."""
+    """Maps entries to the largest values for which llama.cpp computes the same, up to rounding."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
+    """Entries of `config.json` without a metadata key, or with a different default in llama.cpp."""
     nulls: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The numbers that stand for entries that are None, where llama.cpp has a default for a missing key."""
+    """The numbers standing for None, for entries with a llama.cpp default if the key is missing."""
     permuted: bool = False
     """Whether llama.cpp's rotary embeddings require the rows of q and k to be permuted."""
     output: Literal["", "own", "tied"] = ""
     """Whether files must contain a separate output layer ("own"), must not ("tied"), or either ("")."""
     large: int = 0
-    """The number of layers in the only Gemma model that scales its scores by a different head size."""
+    """The number of layers in the only Gemma model scaling its scores by a different head size."""
     biases: bool = False
-    """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise, these must be as in
+    """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise these must be as in
     `config`, or False."""
     square: bool = False
-    """Whether llama.cpp assumes that the number of heads times the head size is the hidden size."""
+    """Whether llama.cpp takes the hidden size to be the number of heads times the head size."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp, rather than always using the defaults."""
     windowed: bool = False
-    """Whether sizes and rotations differ between layers with and without a window. These are then read and
-    written by `quaxlike.lm.gguf.window_layers`."""
+    """Whether sizes and rotations differ between layers with and without a window. If so,
+    `quaxlike.lm.gguf.window_layers` reads and writes them."""
     without_adapters: tuple[str, ...] = ()
-    """Tensors that llama.cpp doesn't apply adapters to."""
+    """Tensors without support for adapters in llama.cpp."""
     adapter_scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that llama.cpp scales experts by before it adds their adapters, which must therefore contain
-    these scales. They are given by transformers' names within a layer."""
+    """The scales for experts, by transformers' names within a layer. llama.cpp applies these before adding
+    adapters, so adapters must contain them."""
     vocabulary: str = ""
     """The value of `tokenizer.ggml.model` for vocabularies with byte fallback, if it isn't "llama"."""
 
 
 #: Suffixes of class names for sequence and token classification.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-#: The names that classification layers have in any model.
+#: The names of classification layers in all models.
 HEADS = ("score", "classifier")
 
-#: The names that `config.json` can have for each activation function.
+#: The names of each activation function in `config.json`.
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_pytorch_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
@@ -117,11 +117,11 @@ _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity since some fields aren't hashable
 class Family:
-    """The options that distinguish a model family. All defaults are Llama's."""
+    """The options distinguishing a model family. All defaults are Llama's."""
 
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     fused: bool = False
-    """Whether queries, keys and values are fused into a single matrix, as are the gate and up projections."""
+    """Whether queries, keys and values are fused into one matrix, and gate and up into another."""
     gated: bool = True
     qkv_bias: bool | None = None
     """Whether q, k and v have biases, or None to use `attention_bias`."""
@@ -133,14 +133,14 @@ class Family:
     layer_norm: bool = False
     """Whether to use LayerNorm with biases."""
     norm_offset: float | int = 0.0
-    """A constant that is added to the weights of norms."""
+    """A constant added to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
     """Whether weights have shape (in, out)."""
     sinks: bool = False
     gated_attention: bool = False
-    """Whether the output of each query head is multiplied by a gate."""
+    """Whether each query head's output is multiplied by a gate."""
     tied: bool = False
     """The default value of `tie_word_embeddings`."""
 
@@ -161,30 +161,30 @@ class Family:
     """Maps kinds of layer in `layer_types`, other than attention, to names in `quaxlike.lm.models.MIXERS`."""
     attends: int = 0
     """If nonzero, every n-th layer uses attention and all others use the first mixer. Overridden by
-    `full_attention_interval`, and not used if there are `layer_types`."""
+    `full_attention_interval` and by `layer_types`."""
     sharing: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The mixers of the last `num_kv_shared_layers` layers, which read keys and values of the last layer
-    before them with the same mixer: the name of that to their own."""
+    """Maps each mixer to its counterpart in the last `num_kv_shared_layers` layers. These read the keys and
+    values of the last layer before them with the former mixer."""
     ends_global: bool = False
     """Whether the last layer has no window, whatever `layer_types` says."""
     layer_scalars: bool = False
-    """Whether the output of each layer is multiplied by a number that is not trained."""
+    """Whether each layer's output is multiplied by an untrained number."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Integer entries of `config.json` that are used by mixers, with defaults. These must all be positive."""
+    """Integer entries of `config.json` used by mixers, with defaults. They must all be positive."""
 
     experts: Literal["", "out_in", "in_out"] = ""
-    """Whether there are experts, and how their matrices are laid out."""
+    """Whether there are experts, and the layout of their matrices."""
     experts_beside: str = ""
-    """The boolean entry that adds experts next to each feed-forward layer, rather than in place of it."""
+    """The boolean entry adding experts next to each feed-forward layer, rather than in place of it."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
-    """The names of an expert's matrices in files that have a separate tensor for each expert."""
+    """The names of an expert's matrices in files with a separate tensor for each expert."""
     expert_bias: bool = False
     interleaved: bool = False
-    """Whether experts interleave the gate and up projections, in which case these are also clamped."""
+    """Whether experts interleave the gate and up projections. If so, these are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """The entries in `OF_FEW` that this family uses. All others are ignored."""
+    """The entries in `OF_FEW` used by this family. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of `config.json` entries to this family's names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -192,20 +192,20 @@ class Family:
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps parts to their names in files, if these differ from the names in the model."""
     beside: str = ""
-    """A regular expression for parts that are found in some files but not used by us."""
+    """A regular expression for unused parts found in some files."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Default values for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that must have this value if they are present."""
+    """Entries of `config.json` and the values they must have if present."""
     gguf: Gguf | None = None
     """How llama.cpp stores this architecture, or None if it isn't supported."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """The classification heads that are available, as suffixes of transformers' class names."""
+    """The available classification heads, as suffixes of transformers' class names."""
     head_stem: str = ""
     """The prefix of these class names, and of the body's, if it differs from the decoder's prefix."""
     taken_for_experts: tuple[str, ...] = ()
-    """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
-    instead use `target_parameters`, which PEFT doesn't rewrite."""
+    """Suffixes of layer names PEFT would mistake for transformers 4's experts in `target_modules`. PEFT
+    doesn't rewrite `target_parameters`, so use those instead."""
     token_head: str = "score"
     """The name of the token classification layer."""
 
@@ -214,11 +214,11 @@ class Family:
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """Returns which layers `quaxlike.balance` can fold scales into, as regular expressions.
+        """Returns the layers `quaxlike.balance` can fold scales into, as regular expressions.
 
-        A layer's scales can only be folded if its output is exclusively used by linear layers. We also
-        exclude norms with an offset, because scaling their weight doesn't scale their output, and the norm
-        before attention if some layers don't have any keys of their own.
+        Only linear layers may use the output of such a layer. Norms with an offset are also excluded, because
+        scaling their weight doesn't scale their output. The same goes for the norm before attention if some
+        layers don't have their own keys.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -245,7 +245,7 @@ _GEMMA4_ENTRIES = (
     *("use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "per_layer_config"),
     *("enable_moe_block", "top_k_experts"),
 )
-#: Entries of `config.json` that are only used by some families.
+#: Entries of `config.json` only used by some families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
@@ -550,10 +550,10 @@ FAMILIES: dict[str, Family] = {
 
 
 class Multimodal(NamedTuple):
-    """A multimodal model, of which we use the decoder."""
+    """A multimodal model, of which only the decoder is used."""
 
     decoders: dict[str, str]
-    """The decoders that it can contain, keyed by the decoder's `model_type`."""
+    """The decoders it can contain, keyed by their `model_type`."""
     tied: bool
     """Whether the output layer is tied if `config.json` doesn't say, whatever its `text_config` says."""
 
@@ -569,10 +569,9 @@ MULTIMODAL = {
         {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, tied=False
     ),
 }
-#: The path of the decoder within such a model. (Tensor names in files are different.)
+#: The decoder's path within a multimodal model. (Tensor names in files are different.)
 BODY_OF_TOWER = "model.language_model"
-#: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other
-#: tensors.
+#: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and of all other tensors.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
@@ -580,24 +579,22 @@ BESIDE_TEXT = re.compile(
 
 
 def classifiers() -> dict[str, tuple[str, str]]:
-    """Returns the decoder and the head that each architecture with a classification head consists of."""
+    """Maps each architecture with a classification head to its decoder and its head."""
     return {_stem(name) + head: (name, head) for name, family in FAMILIES.items() for head in family.heads}
 
 
 def bodies() -> dict[str, str]:
-    """Returns the decoder that each architecture without any head is the body of (transformers'
-    `AutoModel`).
-    """
+    """Maps each architecture without any head (transformers' `AutoModel`) to its decoder."""
     return {_stem(name) + "Model": name for name in FAMILIES}
 
 
 def _stem(name: str) -> str:
-    """Returns the prefix of the class names of a decoder with another head, or with none."""
+    """Returns the prefix of a decoder's class names with another head, or with none."""
     return FAMILIES[name].head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)
 
 
 def names_of(role: str) -> list[str]:
-    """Returns all names that architectures use for a part, starting with Llama's."""
+    """Returns all names of a part across architectures, starting with Llama's."""
     names = [family.parts.get(role, role) for family in FAMILIES.values()]
     if role in _EXPERT_FILES:
         names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]

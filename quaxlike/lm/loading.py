@@ -1,4 +1,4 @@
-"""`load` and `save`, for models in the same format as the checkpoint directories of transformers."""
+"""`load` and `save`, for models in the format of transformers' checkpoint directories."""
 
 import dataclasses
 import math
@@ -66,14 +66,14 @@ def load(
 ) -> tuple[Any, dict[str, Any]]:
     """Loads a model from a checkpoint directory or a GGUF file.
 
-    A directory must contain `config.json` and `model.safetensors`. (It's fine for the latter to be split into
-    shards.) GGUF files already contain their configuration.
+    A directory must contain `config.json` and `model.safetensors`. (The latter can be split into shards.)
+    GGUF files already contain their configuration.
 
-    Weights are loaded one at a time and keep their dtypes. Quantised weights can be in any format that
-    [`quaxlike.lm.read`][] supports. They become quantised arrays, whose logical dtype is the `dtype` in the
-    configuration. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32,
-    except that products with quantised weights are as for `compute="bfloat16"` on CPUs that multiply this
-    natively (AVX-512 BF16, AMX). You can override any of these using `dtype`.
+    Weights are loaded one at a time and keep their dtypes. Quantised weights can be in any format supported
+    by [`quaxlike.lm.read`][]. They become quantised arrays, with the configuration's `dtype` as their logical
+    dtype. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32, except
+    that products with quantised weights are as for `compute="bfloat16"` on CPUs multiplying this natively
+    (AVX-512 BF16, AMX). You can override any of these using `dtype`.
 
     **Arguments:**
 
@@ -82,30 +82,29 @@ def load(
     - `quantize`: how to quantise the weights of linear layers and experts: a [`quaxlike.quantize`][] scheme,
         a recipe, or a dict with `"scheme"` and its options. Weights are quantised as they are loaded, so at
         most one of them is in memory unquantised. Defaults to not quantising.
-    - `head`: whether to also quantise the output layer, or the embedding that it is tied to. See
+    - `head`: whether to also quantise the output layer, or the embedding if tied to it. See
         [`quaxlike.quantize`][]. This has no effect if the head is already quantised. Defaults to False.
-    - `dtype`: the dtype to compute in, such as `"bfloat16"`, which is then also the logical dtype of
-        quantised weights. Defaults to the above.
-    - `compute`: if this is `"int8"` then products with quantised weights on a CPU round their inputs to 8
-        bits, in blocks of 32, as llama.cpp does. This needs the native products, which you can compile with
-        [`quaxlike.kernels.native.build`][]. If this is `"bfloat16"` then they round their inputs to that
+    - `dtype`: the dtype to compute in, such as `"bfloat16"`. This is then also the logical dtype of quantised
+        weights. Defaults to the above.
+    - `compute`: if `"int8"`, then products with quantised weights on a CPU round their inputs to 8 bits, in
+        blocks of 32, like llama.cpp. This needs the native products: compile them with
+        [`quaxlike.kernels.native.build`][]. If `"bfloat16"`, then these products round their inputs to that
         dtype. Defaults to the above.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
     **Returns:** the model and its `config.json` (or the equivalent for a GGUF file). For multimodal models
-    (Gemma 3, Mistral 3), both of these are for just the decoder. If a decoder was saved without its output
-    layer (`LlamaModel`), then the model has hidden states, but no logits. If an encoder was saved with the
-    head that it was pretrained with (`BertForMaskedLM`), then that is left out with a warning. A warning is
-    issued if `config.json` has entries that we don't use. We also issue a warning if it ties the output layer
-    to the embedding but `lm_head.weight` has different values. In this case we use the latter, as
-    transformers does.
+    (Gemma 3, Mistral 3), both are for just the decoder. If a decoder was saved without its output layer
+    (`LlamaModel`), then the model has hidden states, but no logits. If an encoder was saved with its
+    pretraining head (`BertForMaskedLM`), then this is left out with a warning. Any unused entries in
+    `config.json` also result in a warning. So does an output layer tied to the embedding if `lm_head.weight`
+    has different values: these are then used, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
-    an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
-    has a dtype that can't be used for computation. `ValueError` if `dtype` is such a dtype, if `sharding` is
-    passed without a mesh or doesn't fit a weight, if `head` is passed without `quantize`, or if `compute` is
-    passed without any quantised weights or for a format that doesn't support it.
+    an option is not supported. `CheckpointError` if a tensor is missing or unexpected, has the wrong shape,
+    or has a dtype that can't be used for computation. `ValueError` if `dtype` can't be used for computation,
+    if `sharding` is passed without a mesh or doesn't fit a weight, if `head` is passed without `quantize`, or
+    if `compute` is passed without any quantised weights or for a format that doesn't support it.
 
     !!! example
 
@@ -135,7 +134,7 @@ def load(
     chosen = quantizers(skeleton, **{"head": head, "compute": compute, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
-        """Converts a weight (or just some of its rows) to the array that is used in the model."""
+        """Converts a weight (or just some of its rows) to the array used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         if compute is not None and isinstance(leaf, AbstractQuantizedArray):
             leaf = _computed(name, leaf, compute)
@@ -163,10 +162,10 @@ def load(
 
 
 def _usual_compute() -> str | None:
-    """Returns how to compute products with weights whose format doesn't say in which dtype.
+    """Chooses how to compute products with weights in a format that doesn't specify a dtype.
 
     Rounding to bfloat16 changes products by less than storing weights in 8 bits did, and by much less than
-    llama.cpp does by rounding inputs to 8 bits.
+    rounding inputs to 8 bits, as llama.cpp does.
     """
     found = library()
     narrow = isinstance(found, Library) and found.multiplies_bfloat16 and jax.default_backend() == "cpu"
@@ -191,40 +190,40 @@ def save(
 ) -> None:
     """Saves a model to a directory for use with transformers, or to a GGUF file for use with llama.cpp.
 
-    Arrays are saved under the same names as in the original checkpoint. If it has separate tensors for each
-    expert, then the experts are split accordingly. The tokeniser, templates and generation settings are
-    copied under the names that transformers usually gives them, replacing any that belong to another model.
-    In `config.json`, we update the sizes of the vocabulary, learned positional embeddings and the
-    classification layer, as well as the architecture if [`quaxlike.lm.models.with_classifier`][] was used. A
-    GGUF file contains all of these itself, but doesn't support classifiers.
+    Arrays are saved under the same names as in the original checkpoint, including separate tensors for each
+    expert if it has these. The tokeniser, templates and generation settings are copied under transformers'
+    usual names, replacing those of any other model. In `config.json`, this updates the sizes of the
+    vocabulary, learned positional embeddings and the classification layer, as well as the architecture if
+    [`quaxlike.lm.models.with_classifier`][] was used. A GGUF file contains all of these itself, but doesn't
+    support classifiers.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, a file, or a
-        folder for `model.gguf`.
+    - `directory`: the folder to write to, created if necessary. For GGUF, a file, or a folder for
+        `model.gguf`.
     - `model`: the output of [`quaxlike.lm.load`][], possibly with different weights. Supported types are
         plain arrays; `NF4Array` and `FP4Array`, saved in bitsandbytes' format; `BlockArray` with codec
         `mxfp4`, saved in GPT-OSS's format; and `Int8Array` and any other `BlockArray`, saved in
         compressed-tensors' format. For GGUF, plain arrays and `BlockArray` with llama.cpp's codecs. Adapters
         must be merged first.
-    - `source`: the directory that the model was loaded from. For GGUF, this can also be a GGUF file.
+    - `source`: the directory the model was loaded from. For GGUF, this can also be a GGUF file.
     - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`. The latter is a directory for
-        [`quaxlike.lm.load`][] which can contain any type of weight, such as the ones produced by a recipe.
+        [`quaxlike.lm.load`][], and can contain any type of weight, e.g. from a recipe.
     - `quantize`: the type to convert weights to, for GGUF: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`,
         `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`.
         Alternatively, a [`quaxlike.quantize`][] recipe or the name of one. If llama.cpp's own tool has a
         preset of this name, then each weight has the same type as there: `"q4_k_m"`, `"q5_k_m"`,
         `"mxfp4_moe"`, and all types but `"q3_k"`, `"q4_k"`, `"q5_k"` and `"mxfp4"`. For example, values have
         5 bits in `"iq4_nl"` if four heads share them. Weights already quantised to another type are rounded
-        again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for the output
-        layer (or tied embedding) if other weights have fewer bits, and use a fallback type for rows that
-        aren't a multiple of the block size. Defaults to the types that the weights already have.
+        again. As in llama.cpp, vectors and routers stay in float32, the output layer (or tied embedding) uses
+        `q6_k` or `q8_0` if other weights have fewer bits, and rows that aren't a multiple of the block size
+        use a fallback type. Defaults to the weights' existing types.
 
     **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
     unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a
     file to be copied is not a regular file, or links to outside `source` (other than into a Hugging Face
-    cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. If
-    an error is raised, then nothing has been written.
+    cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. In
+    all of these cases nothing is written.
 
     !!! example
 
@@ -279,8 +278,8 @@ def save(
     save_like(source, Path(directory), tensors, config, own)
 
 
-#: Entries of `config.json` that specify the number of rows in an array, together with the suffix of its
-#: name. (The vocabulary size is instead determined by the embeddings.)
+#: Entries of `config.json` for the number of rows in an array, together with the suffix of its name. (The
+#: vocabulary size is instead determined by the embeddings.)
 _ROWS = {
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
@@ -292,8 +291,8 @@ _ROWS = {
 def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Updates a checkpoint's configuration to match the array shapes in a model.
 
-    **Raises:** `CheckpointError` if an array would still not match, or if a special token is outside a
-    vocabulary that has been shrunk. (It wouldn't be possible to load such a checkpoint.)
+    **Raises:** `CheckpointError` if an array still doesn't match, or if a special token is outside a shrunk
+    vocabulary. (Either way the checkpoint couldn't be loaded.)
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
     read, make = architecture_of(path, config, arrays)
@@ -304,7 +303,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
-        # We don't know the real names, so use the same default names as transformers.
+        # The real names are unknown, so use transformers' default names.
         if entry == "num_labels":
             config |= Labels(numbered(size), parsed.labels.problem_type).entries()
             continue
@@ -337,12 +336,11 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
-    """Returns the model in a checkpoint (with `jax.ShapeDtypeStruct`s for arrays), its `config.json`, and its
-    weights.
+    """Returns a checkpoint's model (with `jax.ShapeDtypeStruct`s for arrays), `config.json`, and weights.
 
     This doesn't read the weights yet.
 
-    **Raises:** as for `load`, except for any errors that are about the weights.
+    **Raises:** as for `load`, except for any errors about the weights.
     """
     path = Pair(Path(directory)).config_path()
     if not path.is_file() and not holds_gguf(Path(directory)):
@@ -400,9 +398,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
-    """Returns whether the output layer in a file is different from the embedding that it is supposedly tied
-    to.
-    """
+    """Returns whether the output layer in a file differs from the embedding it is supposedly tied to."""
     if (head := text_tensors(weights).get("lm_head.weight")) is None:
         return False
     name = f"{model.config.family.name('model.embed_tokens')}.weight"
@@ -427,7 +423,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
     """Checks that the sizes in the configuration are possible, given the tensors in the checkpoint.
 
-    We do this before anything else, so that a damaged file can't cause us to build a huge model.
+    Do this before anything else, so that a damaged file can't result in building a huge model.
 
     **Raises:** `CheckpointError` if a size is impossible.
     """
@@ -450,9 +446,7 @@ _SIZES = (
 
 
 def text_tensors(names: Collection[str]) -> dict[str, str]:
-    """Maps the names that tensors would have in a checkpoint of just the decoder to their names in this
-    checkpoint.
-    """
+    """Maps tensor names in a checkpoint of just the decoder to their names in this checkpoint."""
     if not any("language_model." in name for name in names):
         return {name: name for name in names}
     found = {IN_TOWER.sub("", name): name for name in names if not BESIDE_TEXT.match(name)}
@@ -460,7 +454,7 @@ def text_tensors(names: Collection[str]) -> dict[str, str]:
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """Returns the tensors that make up each array in the model.
+    """Returns the tensors making up each array in the model.
 
     **Raises:** `CheckpointError` if any tensors are missing or unexpected.
     """
@@ -480,10 +474,10 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
 
 def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns the tensors that make up each array in the model, and where to find each tensor in the file.
+    """Returns the tensors making up each array in the model, and where to find each tensor in the file.
 
-    The former are the names of transformers. The file can have other names, if it was saved as part of a
-    larger model or vice versa.
+    The former are transformers' names. The names in the file may differ, if it was saved as part of a larger
+    model or vice versa.
     """
     config = getattr(model, "config", None)
     text = {
@@ -494,7 +488,7 @@ def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, lis
     experts = config.num_local_experts * sum(config.sparse) if isinstance(config, DecoderConfig) else 0
     joined = experts > len(names)  # there aren't enough tensors for each expert to have its own
     arrays = named_arrays(model)
-    # Stacks of experts can be tensors of their own, also in the files of a body.
+    # A stack of experts can be a single tensor, also in the files of a body.
     whole = {name for name in arrays if joined or name in text or name.partition(".")[2] in text}
     wanted = {name: [name] if name in whole else tensors_of(model, name) for name in arrays}
     used, files = {file for own in wanted.values() for file in own}, text
@@ -503,17 +497,17 @@ def _wanted_and_found(model: Any, names: Collection[str]) -> tuple[dict[str, lis
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     if "lm_head.weight" in files and "lm_head.weight" not in used:
-        # Some programs keep only one of the names of a tied weight, and choose the other one.
+        # Some programs only keep one name of a tied weight, and choose the other one.
         embeds = [name for name in used - files.keys() if layer_of(name).rpartition(".")[2] in embeddings()]
         files = {**files, **dict.fromkeys(embeds, files["lm_head.weight"])}
     return wanted, files
 
 
 def _with_untied(model: Any, names: list[str]) -> list[str]:
-    """Returns the tensor names for a model with an output layer of its own.
+    """Returns the tensor names for a model with its own output layer.
 
-    If the checkpoint ties it to the embedding then it might contain just one of the two. In this case all
-    arrays get the names of transformers, so that the other one gets a name that goes with these.
+    If the checkpoint ties this to the embedding, then it may contain just one of the two. In this case all
+    arrays get transformers' names, so that the other one gets a name consistent with these.
     """
     wanted, files = _wanted_and_found(model, names)
     lacking = [name for name in wanted if is_of_tokens(name) and name not in files]
@@ -521,10 +515,10 @@ def _with_untied(model: Any, names: list[str]) -> list[str]:
 
 
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
-    """Returns the tensor names for a model whose head has been replaced.
+    """Returns the tensor names for a model with a replaced head.
 
-    Arrays have the same names as in the checkpoint. The only exception is the new head, which keeps its own
-    name even if the checkpoint has tensors with the same prefix.
+    Arrays have the same names as in the checkpoint, except for the new head. This keeps its own name even if
+    the checkpoint has tensors with the same prefix.
     """
     parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
@@ -536,9 +530,9 @@ def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
 def _rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
 ) -> RowReader:
-    """Returns a reader for the rows of an array, which is stored as the tensors `files`.
+    """Returns a reader for the rows of an array stored as the tensors `files`.
 
-    The reader raises `CheckpointError` if the shape is wrong, or if we can't compute with the dtype.
+    The reader raises `CheckpointError` if the shape is wrong, or if the dtype can't be used for computation.
     """
 
     def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
@@ -578,7 +572,7 @@ def _rows_of(
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Splits the arrays in a model into tensors, which are named according to `sources`."""
+    """Splits the arrays in a model into tensors, named according to `sources`."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         parts = [in_published_layout(name, arrays[name])]
@@ -589,7 +583,7 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _matrices_of(stack: Any, count: int) -> list[Any]:
-    """The inverse of `_joined`. Splits a stack into `count` matrices, each with some of an expert's rows."""
+    """Inverts `_joined`: splits a stack into `count` matrices, each with some of an expert's rows."""
     experts, rows = stack.shape[:2]
     size = rows * experts // count
 
@@ -608,13 +602,13 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Returns whether the current configuration of JAX can compute with a dtype."""
+    """Returns whether JAX can compute with a dtype in its current configuration."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# These constants (positions, frequencies and the mask in GPT-2) were saved by some versions of transformers.
-# GGUF also stores scaling factors for the frequencies, but we have already read these into the configuration.
+# Constants (positions, frequencies and the mask in GPT-2) saved by some versions of transformers. GGUF also
+# stores scaling factors for the frequencies, but the configuration already has these.
 _BUFFERS = re.compile(
     r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
     r"|rope_(freqs|factors_long|factors_short)\.weight"

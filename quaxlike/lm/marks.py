@@ -1,7 +1,7 @@
 """The special tokens at the start and end of a text, and the tokens at which to stop generating.
 
-It is important that `finetune`, `generate` and `chat` agree about these. Otherwise, we might train a model to
-end its texts with one token, but then wait for a different one when generating.
+`finetune`, `generate` and `chat` must agree about these. Otherwise a model may be trained to end its texts
+with one token, but `generate` then waits for a different one.
 """
 
 import dataclasses
@@ -17,26 +17,26 @@ from .tokenizer import read_special_tokens, read_templates
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The special tokens that go around texts in a checkpoint."""
+    """The special tokens around texts in a checkpoint."""
 
     begin: list[int]
-    """The tokens that the tokeniser adds at the start of a text."""
+    """The tokens added by the tokeniser at the start of a text."""
     end: list[int]
-    """The tokens that the tokeniser adds at the end of a text."""
+    """The tokens added by the tokeniser at the end of a text."""
     ends: list[int]
-    """The tokens at which to stop. Models are trained to produce the first one, except after answers."""
+    """The tokens to stop at. Models are trained to produce the first one, except after answers."""
     answer: list[int]
-    """The special token that the chat template writes after each answer. (Empty if there is none.)"""
+    """The special token written by the chat template after each answer. (Empty if there is none.)"""
     differ: str = ""
-    """A warning for the user, in case the files of the checkpoint contradict each other."""
+    """A warning for the user if the checkpoint's files contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":
-        """Reads the special tokens of a checkpoint.
+        """Reads a checkpoint's special tokens.
 
         The tokens around a text only come from `tokenizer.json`. If this file exists then `add_bos_token` and
-        `add_eos_token` are ignored, as in transformers. The tokens at which to stop come from the first of
-        these to have any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
+        `add_eos_token` are ignored, as in transformers. The tokens to stop at come from the first of these to
+        have any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
         `special_tokens_map.json`), and finally the tokens at the end of a text.
 
         **Raises:** `CheckpointError` if one of them isn't a token.
@@ -69,10 +69,10 @@ class Marks:
         return [*self.begin[: len(self.begin) - own], *ids]
 
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
-        """Adds the end token that we train the model to produce. Does nothing if this is already there.
+        """Adds the end token for training, unless the text already ends with one.
 
-        For answers, this is the end token of the chat template, provided that generation would stop there.
-        For example, Llama 3.1 uses `<|eot_id|>` even though two others come before it.
+        For answers, this is the chat template's end token, provided that generation stops there. For example,
+        Llama 3.1 uses `<|eot_id|>` even though two others come before it.
         """
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]
@@ -82,9 +82,9 @@ class Marks:
         return [*ids, *usual]
 
     def around(self, ids: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """Adds the tokens at the start and end of a text, which is truncated to `most` tokens in total.
+        """Adds the tokens at the start and end of a text, truncating it to `most` tokens in total.
 
-        Also returns whether we had to truncate it.
+        Also returns whether it was truncated.
         """
         if self.end and [*ids[-len(self.end) :]] == self.end:
             ids = ids[: -len(self.end)]
@@ -94,7 +94,7 @@ class Marks:
 
 
 def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
-    """Returns the special token that the chat template writes after an answer, if there is one."""
+    """Returns the special token written by the chat template after an answer, if there is one."""
     if "default" not in read_templates(folder)[0]:
         return []
     from .chat import ChatTemplate  # this requires jinja2, so only import it if there is a template

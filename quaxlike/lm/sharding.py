@@ -1,8 +1,7 @@
 """Tensor parallelism and expert parallelism for decoders.
 
-In each block, the first and the last projections must be sharded over the same features. The outputs that a
-device computes for the first ones are then exactly the inputs that it needs for the last one, which means
-that a block only needs a single all-reduce.
+In each block, the first and the last projections must be sharded over the same features. A device's outputs
+of the first ones are then exactly its inputs to the last one, so a block only needs a single all-reduce.
 """
 
 import re
@@ -26,8 +25,8 @@ from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, 
 from .families import names_of
 
 # How to shard layers, by the last components of their names in transformers, Equinox and Flax. (Decoders in
-# the table of architectures can have other names.) We shard "out" layers along their outputs, and "in" layers
-# along their inputs. "whole" layers are replicated, since they are too small to be worth it.
+# the table of architectures can have other names.) "out" layers are sharded along their outputs, and "in"
+# layers along their inputs. "whole" layers are replicated: they are too small for sharding to be worth it.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -44,7 +43,7 @@ _KINDS = {
     ),
     "whole": ("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
 }
-# Stacks of matrices and biases that have one entry for each expert. The layers themselves can be stacked too.
+# Stacks of matrices and biases with one entry per expert. The layers themselves can be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
 
@@ -52,30 +51,30 @@ _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
     """Creates a rule for tensor parallelism, as in Megatron-LM.
 
-    In each attention or feed-forward block, we shard the first projections (queries, keys and values; or gate
-    and up) along their outputs and the last projection along its inputs. A single all-reduce then combines
-    the results. Embeddings and the output head are sharded along the vocabulary, and any other linear layers
-    along their outputs, except that these are replicated if their sizes don't allow it. Biases are sharded in
-    the same way as outputs, and norms are replicated.
+    In each attention or feed-forward block, the first projections (queries, keys and values; or gate and up)
+    are sharded along their outputs, and the last projection along its inputs. A single all-reduce then
+    combines the results. Embeddings and the output head are sharded along the vocabulary, and any other
+    linear layers along their outputs, or replicated if their sizes don't allow it. Biases are sharded in the
+    same way as outputs, and norms are replicated.
 
-    Experts are distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], rather than split. If the
-    mesh has a separate axis for this then we use that one.
+    Experts are distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], rather than split. This
+    uses a separate axis if the mesh has one.
 
-    Note that layers are recognised by their class (in Equinox) or by their name (in transformers).
+    Layers are recognised by their class (in Equinox) or by their name (in transformers).
 
     **Arguments:**
 
     - `model`: the model, which can be quantised and can have adapters. Its arrays can be
         `jax.ShapeDtypeStruct`s.
     - `mesh`: the mesh, which can be abstract.
-    - `axis`: the axis of the mesh to shard over. Default: "model", "tensor" or "tp" if the mesh has an axis
-        of that name, and otherwise its last axis.
+    - `axis`: the axis of the mesh to shard over. Default: an axis called "model", "tensor" or "tp" if the
+        mesh has one, and otherwise its last axis.
 
-    **Returns:** a rule, which you can pass to [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for]. It works for this model, for the parts that `eqx.partition`
-    splits it into, and for any tree with the same names and shapes, such as an optimiser state.
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for this model, for its parts after `eqx.partition`,
+    and for any tree with the same names and shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` if there is no such axis in the mesh, or if the projections in a block can't be
+    **Raises:** `ValueError` if the mesh doesn't have this axis, or if the projections in a block can't be
     divided evenly. In the latter case the message suggests how many devices to use.
 
     !!! example
@@ -109,21 +108,21 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
     """Creates a rule for expert parallelism, i.e. for distributing experts over devices.
 
-    Each device applies its own experts to all tokens in its group. The results are then combined by a single
-    all-reduce over the group. Everything else is replicated. To shard that as well, use `fsdp(mesh,
-    over=expert_parallel(model, mesh))` with [`fsdp`][quaxlike.sharding.fsdp]. Note that
-    [`quaxlike.lm.models.Decoder`][] finds the mesh in the types of its arrays, so you don't need to pass it.
+    Each device applies its own experts to all tokens in its group, followed by a single all-reduce over the
+    group. Everything else is replicated. To shard that as well, use `fsdp(mesh, over=expert_parallel(model,
+    mesh))` with [`fsdp`][quaxlike.sharding.fsdp]. [`quaxlike.lm.models.Decoder`][] finds the mesh in the
+    types of its arrays, so you don't need to pass it.
 
     **Arguments:**
 
     - `model`: the model, which can be quantised and can have adapters. Its arrays can be
         `jax.ShapeDtypeStruct`s. Its experts are the stacks of matrices below `experts`.
-    - `mesh`: the mesh, which can be abstract. It must have an axis that is called "expert" or "ep", or
-        failing that "model", "tensor" or "tp".
+    - `mesh`: the mesh, which can be abstract. It must have an axis called "expert" or "ep", or failing that
+        "model", "tensor" or "tp".
 
     **Returns:** a rule, as for [`tensor_parallel`][quaxlike.lm.tensor_parallel].
 
-    **Raises:** `ValueError` if there is no such axis in the mesh, or if the experts can't be divided evenly.
+    **Raises:** `ValueError` if the mesh has none of these axes, or if experts can't be divided evenly.
 
     !!! example
 
@@ -162,7 +161,7 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
-    """Chooses a rule based on the axis names of a mesh. Returns None if no axis is for layers or experts."""
+    """Chooses a rule based on a mesh's axis names. Returns None if no axis is for layers or experts."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
@@ -171,11 +170,11 @@ def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
     """Creates the default rule for a mesh.
 
-    This means `tensor_parallel` over an axis named "model", "tensor" or "tp", and `expert_parallel` over an
-    axis named "expert" or "ep". If `fully` is set then it also means `fsdp` over all other axes.
+    This combines `tensor_parallel` over an axis named "model", "tensor" or "tp", `expert_parallel` over an
+    axis named "expert" or "ep", and (if `fully` is set) `fsdp` over all other axes.
 
-    Layers are recognised by their classes in `model`. If there is no model, or if a weight has another format
-    there, then we can only go by its name.
+    Layers are recognised by their classes in `model`. Without a model, or if a weight has another format
+    there, this can only go by the name.
     """
     by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
@@ -191,7 +190,7 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedR
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
-    """Creates a rule that distributes experts and (if there is an axis) shards all other layers."""
+    """Creates a rule for distributing experts and (if there is an axis) sharding all other layers."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -224,9 +223,9 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yields an array or Value, followed recursively by the parts of the Value.
+    """Yields an array or Value, followed recursively by the Value's parts.
 
-    This is because after `eqx.partition`, some parts are missing and others appear by themselves.
+    After `eqx.partition` some parts are missing, and others appear by themselves.
     """
     yield name, x
     if is_value(x):

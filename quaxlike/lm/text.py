@@ -1,4 +1,4 @@
-"""The tokeniser of a checkpoint. This requires `tokenizers`."""
+"""A checkpoint's tokeniser. This requires `tokenizers`."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from .tokenizer import read_settings, read_tokenizer, splits_special_tokens
 
 
 class TextTokenizer:
-    """The tokeniser of a checkpoint. Padding and truncation are disabled.
+    """A checkpoint's tokeniser. Padding and truncation are disabled.
 
     **Raises:** as in `read_tokenizer`, and `CheckpointError` if the file isn't a valid tokeniser.
     """
@@ -55,7 +55,7 @@ class TextTokenizer:
 
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokeniser adds at the start and at the end of a text."""
+        """The special tokens added by the tokeniser at the start and end of a text."""
         if self._tokenizer.post_processor is None:
             return [], []
         for text in itertools.chain("a0.", self._tokenizer.get_vocab()):
@@ -66,7 +66,7 @@ class TextTokenizer:
         return [], []
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """Encodes a text. If `special` is True then this also adds special tokens around it.
+        """Encodes a text, adding special tokens around it if `special` is True.
 
         Raises `ValueError` if the text isn't Unicode, and `CheckpointError` if the tokeniser is corrupt.
         """
@@ -94,7 +94,7 @@ _MAX_GROWTH = 100_000
 
 
 def _parsed(described: str) -> dict[str, Any]:
-    """Parses a tokeniser. If it's damaged then this is `{}`, as we get a better error from `tokenizers`."""
+    """Parses a tokeniser, or returns `{}` if it's damaged: `tokenizers` raises a better error."""
     try:
         parsed = json.loads(described)
     except (ValueError, RecursionError):
@@ -103,7 +103,7 @@ def _parsed(described: str) -> dict[str, Any]:
 
 
 def _growth(described: dict[str, Any]) -> float:
-    """Returns a bound on how many times longer a text can get when it is normalised."""
+    """Returns a bound on how many times longer a text can get when normalised."""
     waiting = [described.get("normalizer")]
     growth = 1.0
     while waiting:

@@ -23,7 +23,7 @@ from .tokenizer import read_templates, splits_special_tokens
 
 #: The filename to use when writing to a folder.
 NAME = "model.gguf"
-# Fields that don't affect what the model computes, or that can be inferred from others.
+# Fields that don't affect the computation, or can be inferred from others.
 _APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes", "new_embeddings")
 
 
@@ -36,10 +36,10 @@ def save_gguf(
 ) -> None:
     """Writes a decoder to a GGUF file, or to `model.gguf` if given a folder.
 
-    The metadata includes the tokeniser, which is read from the checkpoint `source`.
+    The metadata includes the tokeniser of the checkpoint `source`.
 
-    **Raises:** `CheckpointError` if llama.cpp would compute different results or tokenise differently, in
-    which case nothing is written.
+    **Raises:** `CheckpointError` if llama.cpp would compute different results or tokenise differently.
+    Nothing is written in this case.
     """
     if path.suffix.lower() != ".gguf":
         if any(path.glob("*.safetensors*")):
@@ -90,7 +90,7 @@ def described(
 
 
 def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, Any]:
-    """Rounds the bounds of YaRN's ramp in the configuration, since llama.cpp always rounds them."""
+    """Rounds the bounds of YaRN's ramp in the configuration, as llama.cpp always does."""
     for entry in ("rope_parameters", "rope_scaling"):
         rope = config.get(entry)
         if isinstance(rope, Mapping) and rope.get("truncate") is False:
@@ -131,7 +131,7 @@ def _metadata_of_folder(
 def _with_output(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Adds a copy of a tied embedding as the output layer, for architectures where llama.cpp requires one."""
+    """Adds a tied embedding as the output layer too, for architectures where llama.cpp requires one."""
     family, head = family_of(as_python(metadata)), "lm_head.weight"
     output = family.gguf.output if family and family.gguf else ""
     if family and output == "own" and head not in arrays:
@@ -152,8 +152,8 @@ def _check_held(
 ) -> None:
     """Checks that the metadata describes the same computation as `config.json`.
 
-    To do so, we convert the metadata back to a configuration and compare the two. Without this check,
-    llama.cpp might silently run a different model.
+    To do so, convert the metadata back to a configuration and compare the two. Without this check, llama.cpp
+    may silently run a different model.
     """
     ours, theirs = DecoderConfig.from_json(config), DecoderConfig.from_json(found)
     fields = [field.name for field in dataclasses.fields(ours) if field.name not in _APART]

@@ -17,26 +17,25 @@ from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
 _SPLITS = "split_special_tokens"
-# The names that special tokens have in GGUF files.
+# The names of special tokens in GGUF files.
 _TOKENS = dict(zip(SPECIAL, ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), strict=True))
 
 
 @checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads the tokeniser of a checkpoint. You can pass the result to `tokenizers.Tokenizer.from_str`.
+    """Reads a checkpoint's tokeniser. You can pass the result to `tokenizers.Tokenizer.from_str`.
 
     **Arguments:**
 
-    - `path`: either a folder with `tokenizer.json`, or a GGUF file. The latter has a vocabulary in another
-        format, so we convert it.
+    - `path`: either a folder with `tokenizer.json`, or a GGUF file. The latter's vocabulary is converted.
 
-    **Returns:** the contents of `tokenizer.json`. If `tokenizer_config.json`, `special_tokens_map.json` or
-    `added_tokens.json` name any tokens that aren't in there, then these are added, as in transformers. Flags
-    that they give to tokens replace the ones in `tokenizer.json`. However, `split_special_tokens` has no
-    place in there: set `encode_special_tokens` of the `Tokenizer` instead.
+    **Returns:** the contents of `tokenizer.json`. As in transformers, this includes any missing tokens from
+    `tokenizer_config.json`, `special_tokens_map.json` or `added_tokens.json`, and their token flags take
+    precedence. However, `split_special_tokens` can't be represented: set `encode_special_tokens` of the
+    `Tokenizer` instead.
 
     **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file isn't text, or if
-    we don't support the vocabulary of the GGUF file.
+    the GGUF file's vocabulary isn't supported.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"
@@ -53,8 +52,8 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
     These include the tokeniser's own names, such as "image_token": templates use them like the others.
 
-    `directory` is either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
-    in `tokenizer_config.json`.
+    `directory` is either a GGUF file, or a folder with `chat_template.jinja` or a `chat_template` entry in
+    `tokenizer_config.json`.
 
     **Raises:** `CheckpointError` if one of the templates or tokens isn't text.
     """
@@ -76,18 +75,18 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Reads the special tokens, by name ("bos_token", …).  Raises the same errors as `read_templates`."""
+    """Reads the special tokens, by name ("bos_token", …). Raises the same errors as `read_templates`."""
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Reads `tokenizer_config.json`. If there is no such file, as for GGUF, then this is `{}`."""
+    """Reads `tokenizer_config.json`. Returns `{}` if there is none, as for GGUF."""
     path = directory / _SETTINGS
     return read_json_file(path, "the settings of the tokeniser") if path.is_file() else {}
 
 
 def splits_special_tokens(directory: Path) -> bool:
-    """Returns whether the names of special tokens within a text are split into pieces like any other text.
+    """Returns whether names of special tokens within a text are split like any other text.
 
     This is the entry `split_special_tokens` in `tokenizer_config.json`.
 
@@ -111,9 +110,9 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings_of(directory: Path) -> dict[str, Any]:
-    """Reads the settings of a tokeniser, either from `tokenizer_config.json` or from a GGUF file.
+    """Reads a tokeniser's settings, either from `tokenizer_config.json` or from a GGUF file.
 
-    If there are special tokens missing from this, then we look for them in `special_tokens_map.json`.
+    Any missing special tokens are read from `special_tokens_map.json`.
     """
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
@@ -125,7 +124,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
 
 
 def _settings_in_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts GGUF metadata about the tokeniser to the names that `tokenizer_config.json` has for them."""
+    """Converts GGUF metadata about the tokeniser to entries of `tokenizer_config.json`."""
     key = "tokenizer.chat_template"
     templates = {
         name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")

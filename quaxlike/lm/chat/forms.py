@@ -1,10 +1,10 @@
-"""The forms in which a chat template takes the parts of a message.
+"""Converts messages to whichever format a chat template supports.
 
-The content of a message can be a text, or a list of parts such as `{"type": "text", "text": ...}`. Likewise,
-the arguments of a tool call can be an object, or JSON as a text. Data has either, but many templates support
-only one of them. With the other one, most don't fail. Instead they write Python's notation for a list, escape
-the JSON once more, or leave out the content altogether. So we find out what a template does by rendering
-short conversations, and then convert messages.
+A message's content can be a text, or a list of parts such as `{"type": "text", "text": ...}`. Likewise, the
+arguments of a tool call can be an object, or JSON as a text. Data has either, but many templates support only
+one of them. Given the other one, most don't fail. Instead they write Python's notation for a list, escape the
+JSON once more, or leave out the content altogether. So this first renders short conversations to find out
+what a template does, and then converts messages.
 """
 
 import json
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 
 Messages = Sequence[Mapping[str, Any]]
 
-# We substitute this for the content of a message, to find out where the template puts it. Its characters are
-# escaped in Python's notation for lists and objects.
+# Substituted for a message's content, to find out where the template puts it. These characters are escaped in
+# Python's notation for lists and objects.
 PROBE = "\ue000probe\ue001"
 _ARGUMENTS = {PROBE: PROBE}
 _ROLES = ("system", "user", "assistant")
 
 
 class _Form(NamedTuple):
-    """Which of the two forms a template supports."""
+    """Which of the two formats a template supports."""
 
     text: bool
     other: bool
 
 
 class Forms:
-    """The forms that a template takes. `render` should raise `ValueError` if it rejects a conversation."""
+    """The formats a template supports. `render` should raise `ValueError` if it rejects a conversation."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
         self._render = render
@@ -49,13 +49,13 @@ class Forms:
         function = {"name": "name", "arguments": arguments}
         calls = [{"id": "123456789", "type": "function", "function": function}]
         message = {"role": "assistant", "tool_calls": calls}
-        # Some templates only look for calls if there is no content, and some need an empty one.
+        # Some templates only look for calls if there is no content, and others need an empty one.
         return any(expected in self._rendered({**message, "content": x}) for x in ("", None))
 
     def _writes_object(self, role: str | None, content: Any) -> bool:
         """Returns whether `content` is an object and the template writes it as JSON.
 
-        Some templates do so for what a tool returns.
+        Some templates do so for a tool's result.
         """
         if role in _ROLES or not isinstance(content, Mapping):
             return False
@@ -81,9 +81,9 @@ class Forms:
             return ""
 
     def converted(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts a message to the forms that the template takes.
+        """Converts a message to the formats supported by the template.
 
-        **Raises:** `ValueError` if the role isn't a text, or if the content has a part that isn't, such as an
+        **Raises:** `ValueError` if the role isn't a text, or if a part of the content isn't, such as an
         image.
         """
         out, role, content = dict(message), message.get("role"), message.get("content")

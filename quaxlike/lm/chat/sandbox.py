@@ -1,8 +1,8 @@
-"""A sandbox for chat templates. On top of jinja2's own, this bounds any text, list or number in size.
+"""A sandbox for chat templates. On top of jinja2's own, this bounds texts, lists and numbers in size.
 
-Templates are untrusted programs, and without any bounds a short one could exhaust our memory. So if the
-result of an operation can be much larger than its operands, then we check its size before we perform the
-operation. (There is no limit on how long a template can run for.)
+Templates are untrusted programs, and a short one can exhaust memory. So if an operation's result can be much
+larger than its operands, then its size is checked before performing the operation. (This doesn't limit a
+template's running time.)
 """
 
 import functools
@@ -16,8 +16,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX = 1 << 23  # the maximum length of a text in characters, or of a list in elements
-_MAX_BITS = 1 << 16  # the maximum size of an integer, as powers could exhaust memory too
-# Operations with a result that can be much larger than their operands.
+_MAX_BITS = 1 << 16  # the maximum size of an integer: powers can exhaust memory too
+# Operations whose results can be much larger than their operands.
 _PADDING = (
     "center",
     "ljust",
@@ -34,7 +34,7 @@ _FORMATTING = ("format", "format_map")
 
 
 class _Parts(list[str]):
-    """The parts of a text that is being stored by a template. For example, this happens in `{% set %}`."""
+    """The parts of a text stored by a template, e.g. using `{% set %}`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class _Parts(list[str]):
 
 class _Generator(CodeGenerator):
     def buffer(self, frame: Frame) -> None:
-        """Begins a text that the template is going to store."""
+        """Begins a text to be stored by the template."""
         frame.buffer = self.temporary_identifier()
         self.writeline(f"{frame.buffer} = environment.parts()")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Compiles concatenation, which is written as `a ~ b`."""
+        """Compiles concatenation, written `a ~ b`."""
         self.write("environment.concat(map(str, (")
         for argument in node.nodes:
             self.visit(argument, frame)
@@ -66,7 +66,7 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 environment that raises `SecurityError` if the result of an operation would be too large."""
+    """A jinja2 environment that raises `SecurityError` if an operation's result would be too large."""
 
     code_generator_class = _Generator
     parts = _Parts
@@ -74,20 +74,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, *, tojson: Callable[..., str], **options: Any) -> None:
         super().__init__(**options)
-        # Remove this, since it can generate texts of any length.
+        # This can generate texts of any length.
         del self.globals["lipsum"]
-        self.filters["tojson"] = tojson  # jinja2's own version would escape HTML
+        self.filters["tojson"] = tojson  # jinja2's own version escapes HTML
         self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})
 
     @staticmethod
     def concat(parts: Any) -> str:
-        """Concatenates the parts of a block."""
+        """Concatenates a block's parts."""
         parts = list(parts)
         _check(sum(map(len, parts)))
         return "".join(parts)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function or method, but not before checking its arguments."""
+        """Calls a function or method, after checking its arguments."""
         name, method = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
         own = getattr(method, "__self__", None)
         text = (own,) if isinstance(own, str | bytes) else ()
@@ -95,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Evaluates one of `intercepted_binops`, but not before checking its operands."""
+        """Evaluates one of `intercepted_binops`, after checking its operands."""
         if operator == "%":
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):
@@ -110,10 +110,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter so that its result is bounded. We don't check the context, if it takes one."""
+    """Wraps a filter to bound its result. The context (if it takes one) isn't checked."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @functools.wraps(function)  # also copies some attributes that jinja2 needs
+    @functools.wraps(function)  # also copies some attributes needed by jinja2
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(name, args[skipped:], kwargs)
         return _checked(function(*args, **kwargs))
@@ -122,7 +122,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises an error if a function or method would return something too large for these arguments."""
+    """Raises an error if a function or method would return something too large given its arguments."""
     if name == "translate":
         raise SecurityError("translate is not supported")
     if not args:

@@ -1,8 +1,8 @@
-"""Converts conversations to text, using the chat template of a checkpoint.
+"""Converts conversations to text, using a checkpoint's chat template.
 
-We render templates in the same way as transformers (`utils/chat_template_utils.py`). That is, we use a jinja2
-sandbox that has `raise_exception`, `strftime_now` and loop controls, and in which `{% generation %}` marks
-any text that the model is supposed to write. In addition, our sandbox limits the size of texts.
+Templates are rendered in the same way as in transformers (`utils/chat_template_utils.py`): using a jinja2
+sandbox with `raise_exception`, `strftime_now` and loop controls, and with `{% generation %}` to mark text
+written by the model. In addition, the sandbox limits the size of texts.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ from .forms import PROBE, Forms, Messages
 from .sandbox import Sandbox
 
 _MAX_CHARACTERS = 1 << 23  # for each conversation
-# Variables that templates expect, but which conversations might not have.
+# Variables expected by templates, but possibly missing from conversations.
 _UNSET = {"tools": None, "documents": None, "add_generation_prompt": False}
 Render = Callable[[Messages, bool], str]
 
 
 class Rendered(NamedTuple):
-    """A conversation that was rendered as text."""
+    """A conversation rendered as text."""
 
     text: str
     written: list[tuple[int, int]]
-    """The (start, end) of each character span that was written by the assistant."""
+    """The (start, end) of each character span written by the assistant."""
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint.
+    """A checkpoint's chat template.
 
     **Arguments:**
 
-    - `directory`: either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
-        in `tokenizer_config.json`. There can be more templates with names, which are found in
-        `additional_chat_templates/` or as a list in `tokenizer_config.json`. The only one that we use is
-        `tool_use`, for conversations with tools.
+    - `directory`: either a GGUF file, or a folder with `chat_template.jinja` or a `chat_template` entry in
+        `tokenizer_config.json`. There can be additional named templates, either in
+        `additional_chat_templates/` or as a list in `tokenizer_config.json`. This only uses `tool_use`, for
+        conversations with tools.
 
     **Raises:** `CheckpointError` if there is no template, or if it isn't valid.
     """
@@ -78,12 +78,12 @@ class ChatTemplate:
 
         **Arguments:**
 
-        - `messages`: dictionaries with `"role"`, `"content"` and anything else that the template uses. The
+        - `messages`: dictionaries with `"role"`, `"content"` and anything else used by the template. The
             content can be a text or a list of texts (`{"type": "text", "text": ...}`), and the arguments of
-            tool calls can be objects or JSON. We convert these if the template only supports the other form.
-        - `tools`: the JSON schemas of the functions that the assistant can call.
-        - `add_generation_prompt`: whether to end with the prompt for the next answer of the assistant.
-        - `variables`: any additional variables that the template uses.
+            tool calls can be objects or JSON. They are converted if the template only supports the other one.
+        - `tools`: the JSON schemas of the functions available to the assistant.
+        - `add_generation_prompt`: whether to end with the prompt for the assistant's next answer.
+        - `variables`: any additional variables for the template.
 
         **Raises:** `ValueError` if the template rejects the conversation. The message includes its reason.
         """
@@ -131,12 +131,12 @@ class ChatTemplate:
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
         """Renders a conversation and finds the spans to train on.
 
-        By default these are all of the assistant's turns, but you can exclude a turn by giving it `"weight":
-        0`. Not every template marks these turns. If it doesn't, then we use the text from after the prompt
-        until the end of the turn.
+        By default this finds all the assistant's turns, but you can exclude a turn by giving it `"weight":
+        0`. If the template doesn't mark these turns, then each span is the text from after the prompt until
+        the end of the turn.
 
-        **Raises:** `ValueError` as in `render`; for weights other than 0 and 1; or for an entry that the
-        template doesn't use, unless it is in `WITHOUT_EFFECT`.
+        **Raises:** `ValueError` as in `render`; for weights other than 0 and 1; or for an entry not used by
+        the template, unless it is in `WITHOUT_EFFECT`.
         """
         wanted = [_is_learned(i, message) for i, message in enumerate(messages)]
         messages = [{key: x for key, x in message.items() if key != "weight"} for message in messages]
@@ -164,11 +164,11 @@ class ChatTemplate:
         return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
-        """Raises `ValueError` if there are any entries that the template doesn't use."""
+        """Raises `ValueError` if there are any entries not used by the template."""
         names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
-            """Returns whether `name` has no effect, which is to say that the text is the same without it."""
+            """Returns whether the text is the same without `name`."""
             if name in names:
                 return False
             try:
@@ -176,7 +176,7 @@ class ChatTemplate:
             except ValueError:
                 return False
 
-        first: dict[str, int] = {}  # the first message that has each entry
+        first: dict[str, int] = {}  # the first message with each entry
         for i, message in enumerate(messages):
             for key, value in message.items():
                 if value not in (None, [], {}) and key not in ("role", *WITHOUT_EFFECT):
@@ -195,7 +195,7 @@ class ChatTemplate:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
 
-#: Messages can have these entries even if a template doesn't use them. Each is followed by the reason.
+#: Messages can have these entries even if a template doesn't use them, for the given reasons.
 WITHOUT_EFFECT = {
     "id": "it names the message, not what is said",
     "name": "it tells speakers of one role apart; most templates write the role alone",
@@ -205,9 +205,9 @@ WITHOUT_EFFECT = {
 
 
 def _names_in(environment: Sandbox, source: str) -> set[str]:
-    """Collects the names of all variables, attributes and strings in a template.
+    """Collects all variable names, attribute names and strings in a template.
 
-    This is a superset of the keys that the template reads.
+    This is a superset of the keys read by the template.
     """
     tree = environment.parse(source)
     return (
@@ -238,7 +238,7 @@ def _environment() -> Sandbox:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`. This reports the span of the text in between."""
+    """The tag `{% generation %}…{% endgeneration %}`, reporting the span in between."""
 
     tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
@@ -254,7 +254,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own filter would escape HTML.
+    # jinja2's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -269,19 +269,19 @@ def _raise(message: str) -> None:
 # -------------------------------------------------------------------------------------------------
 # Locating the assistant's answers in the text of a conversation.
 #
-# This is awkward. Few templates mark the answers, and many of them render a turn differently depending on
-# what comes after it. For example, Qwen3 only writes an (empty) block of thoughts in the last answer; other
-# templates drop the thoughts of all but the last answer; and Llama 3 ends every text with the header for yet
-# another answer. So we can't just render each turn by itself. Instead we locate each answer in the full text,
-# which is also what we train on.
+# This is awkward. Few templates mark the answers, and many render a turn differently depending on the text
+# after it. For example, Qwen3 only writes an (empty) block of thoughts in the last answer; other templates
+# drop the thoughts of all but the last answer; and Llama 3 ends every text with the header for yet another
+# answer. So we can't just render each turn by itself. Instead we locate each answer in the full text. (This
+# is also the text to train on.)
 # -------------------------------------------------------------------------------------------------
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
     """Returns the (start, end) of each answer in a conversation's text.
 
-    An answer starts at the end of its prompt and ends at the end of its turn. We call `render` with the
-    messages, and with whether to append a prompt. Raises `ValueError` if we cannot locate one of the answers.
+    An answer starts at the end of its prompt and ends at the end of its turn. This calls `render` with the
+    messages, and with whether to append a prompt. Raises `ValueError` if an answer can't be located.
     """
     whole, closing = render(messages, False), _closing(render, messages)
     spans, after = [], 0
@@ -305,7 +305,7 @@ class _NotFoundError(Exception):
 
 
 def _closing(render: Render, messages: Messages) -> str:
-    """Returns any text that a template writes after the last message, if it doesn't depend on the prompt."""
+    """Returns the template's text after the last message, if it doesn't depend on the prompt."""
     if render(messages, True) != render(messages, False):
         return ""
     try:
@@ -333,7 +333,7 @@ def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -
 
 
 def _start_of_first(render: Render, messages: Messages, whole: str) -> int:
-    """Finds the start of an answer that nothing was asked before."""
+    """Finds the start of an answer with nothing asked before it."""
     try:
         if (prompt := render([], True)) and whole.startswith(prompt):
             return len(prompt)
@@ -346,7 +346,7 @@ def _start_of_first(render: Render, messages: Messages, whole: str) -> int:
 
 
 def _agreed(one: str, other: str) -> int:
-    """Returns the number of characters at the start that two texts have in common."""
+    """Returns the length of two texts' common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -357,7 +357,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
         alone = alone[: -len(closing)]
     if whole.startswith(alone) and len(alone) > start:
         return len(alone)
-    # If there are later turns, then the text can lack the beginning of the answer (i.e. its thoughts).
+    # If there are later turns, then the beginning of the answer (i.e. its thoughts) may be missing.
     answer = alone[_start(render, messages[: i + 1], i, alone, 0) :]
     for dropped in range(len(answer)):
         if whole.startswith(answer[dropped:], start):
@@ -368,7 +368,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Finds the end of a message's content. We require that the text after it doesn't depend on it."""
+    """Finds the end of a message's content. The text after it must not depend on it."""
     if messages[i].get("content") is None:
         raise _NotFoundError
     text = render(messages, prompt)

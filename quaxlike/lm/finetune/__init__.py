@@ -1,4 +1,4 @@
-"""`python -m quaxlike.lm.finetune`, which fine-tunes a local checkpoint by QLoRA. The result is a PEFT
+"""`python -m quaxlike.lm.finetune`, for fine-tuning a local checkpoint by QLoRA. The result is a PEFT
 adapter."""
 
 __all__: list[str] = []

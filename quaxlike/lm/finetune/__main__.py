@@ -53,12 +53,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finetune") -> int:
-    """Runs the command. Exits with status 2 if it cannot start, 130 after Ctrl-C, or 143 after SIGTERM."""
+    """Runs the command. Exits with status 2 if it can't start, 130 after Ctrl-C, or 143 after SIGTERM."""
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
-    if arguments.get("adapter") == "lora":  # this is the default, for which there are more options
+    if arguments.get("adapter") == "lora":  # the default, with more options
         del arguments["adapter"]
     try:
         settings = settings_of(**arguments)

@@ -1,4 +1,4 @@
-"""`--adapter`, for using your own type of adapter, or for continuing to train an existing adapter."""
+"""`--adapter`, for using your own type of adapter, or for training an existing one further."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +22,9 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 
 
 def make_of(text: str) -> Callable[..., Any]:
-    """Looks up a function that creates adapters. You can then pass this to `quaxlike.adapt`.
+    """Looks up a function for creating adapters, to be passed to `quaxlike.adapt`.
 
-    `text` is either the name of a built-in method or `MODULE:NAME`, which can be a function or a class with a
+    `text` is either the name of a built-in method, or the `MODULE:NAME` of a function or of a class with a
     method called `make`.
 
     **Raises:** `FinetuneError` if there is no such function.
@@ -59,16 +59,16 @@ def make_of(text: str) -> Callable[..., Any]:
 
 
 def is_own(settings: TrainSettings) -> bool:
-    """Returns whether the adapter needs our own format because PEFT's is unable to represent it."""
+    """Returns whether the adapter needs our own format because PEFT's can't represent it."""
     if isinstance(settings.adapter, Path):
         return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
 def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
-    """Reads the configuration of the adapter that we should continue to train.
+    """Reads the configuration of an adapter to train further.
 
-    Returns None if the adapter is in our own format, since that has no such configuration.
+    Returns None if the adapter is in our own format: this has no configuration.
 
     **Raises:** `FinetuneError` if there is no adapter, or if it isn't consistent with the settings.
     """
@@ -95,7 +95,7 @@ def continued(model: Any, folder: Path) -> Any:
 
 
 def types_of(model: Any) -> list[type]:
-    """Returns the types of all adapters in a model, apart from the ones that quaxlike itself defines."""
+    """Returns the types of all adapters in a model, other than those from quaxlike itself."""
     types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 

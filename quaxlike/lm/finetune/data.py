@@ -1,4 +1,4 @@
-"""Tokenised batches, which are read from files with one JSON object per line."""
+"""Tokenised batches, read from files with one JSON object per line."""
 
 import bisect
 import functools
@@ -20,7 +20,7 @@ LEAST_LENGTH = 16
 
 
 class Tokens:
-    """The tokeniser of a checkpoint, for use in training. Texts are truncated to `max_length` tokens."""
+    """A checkpoint's tokeniser, for use in training. Texts are truncated to `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -47,7 +47,7 @@ class Tokens:
         return self._encoded(text).ids
 
     def _encoded(self, text: str) -> Any:
-        """Encodes a text. If a token has no embedding then this is an error (e.g. Gemma 3's image token)."""
+        """Encodes a text. Tokens without an embedding (e.g. Gemma 3's image token) are an error."""
         encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
@@ -61,7 +61,7 @@ class Tokens:
         encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
-            # Several tokens can have the offsets of a single character, if each is a part of its bytes.
+            # Several tokens can have the offsets of a single character, each for some of its bytes.
             inside = [i for i, (x, y) in enumerate(encoding.offsets) if x < end and start < y]
             if inside:
                 first, last = inside[0], inside[-1]
@@ -69,10 +69,10 @@ class Tokens:
         return encoding.ids, learned
 
     def cut_words(self, words: Sequence[str]) -> tuple[list[int], list[int | None], bool]:
-        """As `cut`, but for words, which are joined by spaces before encoding them.
+        """As `cut`, but for words. These are joined by spaces before encoding.
 
-        Also returns the position of the first token in each word. This is None if that token was truncated,
-        or if it's already part of the previous word.
+        Also returns the position of each word's first token. This is None if the token was truncated, or if
+        it's already part of the previous word.
         """
         encoding = self._encoded(" ".join(words))
         ids, was_cut = self.marks.around(encoding.ids, self.max_length)
@@ -111,20 +111,20 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never mutated)
-    """Which tokens contribute to the loss. This is empty if the task is about whole texts."""
+    """Which tokens contribute to the loss. Empty if the task is about whole texts."""
     label: int | tuple[float, ...] | list[int] = 0
-    """Depending on the task: the index of the class, a number for each label, or a class index per token."""
+    """Depending on the task: a class index, a number for each label, or a class index per token."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """The segment id of each token, starting from 1. Only used if several texts are packed into a row."""
+    """Each token's segment id, starting from 1. Only used if several texts are packed into a row."""
 
 
 class Batch(NamedTuple):
-    """A batch of examples, which have been padded to equal length."""
+    """A batch of examples, padded to equal length."""
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The segment id of each token, starting from 1 because 0 means padding."""
+    """Each token's segment id, starting from 1 because 0 means padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens contribute to the loss."""
     labels: Shaped[Array | np.ndarray, "examples *labels"]
@@ -136,25 +136,24 @@ class Batch(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The examples in a file, along with how many of its rows we had to modify or drop."""
+    """The examples in a file, along with the number of modified or dropped rows."""
 
     examples: list[Example]
     cut: int
-    """The number of texts that were truncated."""
+    """The number of truncated texts."""
     empty: int
-    """The number of examples that were dropped because truncation left nothing to train on."""
+    """The number of examples dropped because truncation left nothing to train on."""
     without_answer: int
-    """The number of rows that were dropped because there was nothing to train on in the first place."""
+    """The number of rows dropped because there was nothing to train on in the first place."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file that has one JSON object per line, or is a JSON array of objects. Empty lines are skipped.
+    """Reads a file with one JSON object per line, or a JSON array of objects. Empty lines are skipped.
 
-    `encode` converts each object to an example. If no part of it that we could train on is left after
-    truncation then it should return None.
+    `encode` converts each object to an example, or returns None if truncation leaves nothing to train on.
 
-    **Raises:** `FileNotFoundError` if there is no such file. `FinetuneError` if a line isn't a JSON object,
-    or if it's not suitable for the model; the message includes the file and the number of the line.
+    **Raises:** `FileNotFoundError` if the file doesn't exist. `FinetuneError` (naming the file and the line)
+    if a line isn't a JSON object, or isn't suitable for the model.
     """
     examples: list[Example] = []
     empty = without_answer = 0
@@ -185,9 +184,9 @@ _OTHER_FILES = {
 
 
 def _rows_of(path: Path, file: io.BufferedIOBase) -> Iterator[tuple[str, Any]]:
-    """Parses the rows of a file: either one per line, or all of them as a single JSON array.
+    """Parses the rows of a file: either one per line, or a single JSON array.
 
-    Also returns where each of them is, for error messages.
+    Also yields the location of each row, for error messages.
     """
     start = file.read(256)
     file.seek(0)
@@ -207,7 +206,7 @@ def _from_json(where: str, data: bytes) -> Any:
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
-        # Its message would count the lines of what we passed, which might just be one of them.
+        # Its message counts the lines in `data`, but this may be just one line of the file.
         line = "" if error.lineno == 1 else f"line {error.lineno}, "
         raise FinetuneError(f"{where}: not JSON: {error.msg}, at {line}column {error.colno}") from None
     except (ValueError, RecursionError) as error:
@@ -215,13 +214,13 @@ def _from_json(where: str, data: bytes) -> Any:
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """Returns the length to pad to. We use powers of two, so as not to compile too many programs."""
+    """Returns the length to pad to: a power of two, so as not to compile too many programs."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """Collates examples into a batch, which is padded to `length_for(examples)`."""
+    """Collates examples into a batch, padded to `length_for(examples)`."""
     shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
     ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
@@ -238,15 +237,14 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
     """Packs several texts into each row, using at most `length` tokens per row.
 
-    Finding the smallest number of rows would be too expensive, so we use the best-fit decreasing heuristic.
-    That is, we go through the texts from longest to shortest, and add each one to the fullest row that still
-    has space for it.
+    Finding the smallest number of rows is too expensive, so this uses the best-fit decreasing heuristic. From
+    longest to shortest, each text is added to the fullest row with enough space for it.
     """
     rows: list[list[Example]] = []
     free: list[tuple[int, int]] = []  # (room, index) of each row, sorted
     for example in sorted(examples, key=lambda example: -len(example.texts[0])):
         needed = len(example.texts[0])
-        # `free` is sorted by remaining space, so this finds the fullest row in which there is enough of it.
+        # `free` is sorted by remaining space, so this finds the fullest row with enough of it.
         at = bisect.bisect_left(free, (needed, -1))
         room, row = free.pop(at) if at < len(free) else (length, len(rows))
         if row == len(rows):
@@ -281,8 +279,8 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
     """Selects the examples of a batch. Each epoch is a new permutation, without any incomplete batch.
 
-    Importantly, there is no state in here. The result depends only on the arguments, which means that a
-    stopped run can be resumed from anywhere.
+    There must be no state in here: if the result depends only on the arguments, then a stopped run can be
+    resumed from anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

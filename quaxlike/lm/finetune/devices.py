@@ -1,8 +1,8 @@
-"""The devices of a run, which can be a single one or a mesh over one or many processes.
+"""The devices of a run: either a single one, or a mesh over one or many processes.
 
-All processes run the same program, and a collective has to wait until every process has reached it. So you
-must be careful with anything that affects control flow, such as whether to stop or resume: if the processes
-don't all decide the same way then they deadlock.
+All processes run the same program, and a collective waits until every process has reached it. Be careful with
+anything affecting control flow, such as whether to stop or resume: processes deadlock if they don't all
+decide the same way.
 """
 
 import math
@@ -28,12 +28,12 @@ _Tree = TypeVar("_Tree")
 
 
 def join(settings: RunSettings) -> None:
-    """Connects this process to all others. This must be called before you use JAX in any way.
+    """Connects this process to all others. Call this before using JAX in any way.
 
     If any process doesn't respond for 20 seconds, or exits more than a minute before the others, then JAX
     terminates them all. (They couldn't continue without its devices.)
 
-    **Raises:** `FinetuneError` if we can't reach the coordinator.
+    **Raises:** `FinetuneError` if the coordinator can't be reached.
     """
     if settings.coordinator is None:
         return
@@ -53,12 +53,12 @@ def join(settings: RunSettings) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns whether this process is the one that prints and writes results on behalf of all others."""
+    """Returns whether this process prints and writes results on behalf of all others."""
     return jax.process_index() == 0
 
 
 class Follower:
-    """A stand-in for the run directory and the metrics. Used in processes that don't write anything."""
+    """A stand-in for the run directory and the metrics, for processes that don't write anything."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state
@@ -76,7 +76,7 @@ class Follower:
 
 
 class Gathered(eqx.Module):
-    """Wraps a fully sharded layer, so that its arrays are only gathered at the time that it's called."""
+    """Wraps a fully sharded layer, so that its arrays are only gathered once it's called."""
 
     layer: Any
     mesh: jax.sharding.Mesh = eqx.field(static=True)
@@ -90,11 +90,10 @@ class Gathered(eqx.Module):
 class Devices:
     """The devices of a run, and how to shard arrays over them.
 
-    Axes of the mesh that are named model, tensor or tp are used for tensor parallelism. All others are used
-    for data parallelism. In addition, expert or ep is used for expert parallelism, and seq, context or cp is
-    used for context parallelism.
+    Mesh axes named model, tensor or tp are used for tensor parallelism, and seq, context or cp for context
+    parallelism. All others are used for data parallelism, with expert or ep also for expert parallelism.
 
-    By default we use all devices that are available. Raises `FinetuneError` if the mesh doesn't match them.
+    Defaults to all available devices. Raises `FinetuneError` if the mesh doesn't match them.
     """
 
     def __init__(self, settings: RunSettings, devices: Sequence[Any] | None = None) -> None:
@@ -135,12 +134,12 @@ class Devices:
             )
 
     def rule(self, name: str, leaf: Any) -> Any:
-        """Returns the partition spec for a weight, for use whilst the checkpoint is being read."""
+        """Returns the partition spec for a weight, for use whilst reading the checkpoint."""
         assert self.mesh is not None
         return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
 
     def place(self, model: _Tree) -> _Tree:
-        """Places a model on the mesh. Call this first, as it determines how anything else is sharded."""
+        """Places a model on the mesh. Call this first: it determines how anything else is sharded."""
         if self.mesh is None:
             return model
         if rule_for := divides_layers(self.mesh):
@@ -148,13 +147,13 @@ class Devices:
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
-        """Places a tree that has the same names as the model, such as an optimiser state."""
+        """Places a tree with the same names as the model, such as an optimiser state."""
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch on the mesh. Each process only places the rows that belong to its own devices.
+        """Places a batch on the mesh. Each process only places the rows for its own devices.
 
-        If there is context parallelism then arrays with a token axis are sharded along this axis as well.
+        With context parallelism, arrays with a token axis are sharded along this axis as well.
         """
         if self.mesh is None:
             return batch
@@ -162,14 +161,14 @@ class Devices:
         return jax.tree.map(lambda x: self._put(x, specs.get(x.ndim, jax.P(self._axes))), batch)
 
     def replicate(self, tree: _Tree) -> _Tree:
-        """Replicates arrays over all devices. Use this for arrays that are small."""
+        """Replicates arrays over all devices. Use this for small arrays."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: Any) -> Any:
-        """Gathers the weights of a model, for use inside a training step.
+        """Gathers a model's weights, for use inside a training step.
 
-        We gather quantised weights before they are unpacked, as this means far less communication. If layers
-        are scanned over then they are gathered one at a time.
+        Quantised weights are gathered before unpacking them: this needs far less communication. Scanned
+        layers are gathered one at a time.
         """
         if self.mesh is None or not self._fsdp:
             return model
@@ -181,7 +180,7 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Reapplies the sharding of the state, for use inside a training step."""
+        """Reapplies the state's sharding, for use inside a training step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:
@@ -192,7 +191,7 @@ class Devices:
         """Copies a tree to host memory in every process. All processes must call this together."""
         if self.mesh is None:
             return tree
-        # If an array is sharded over several processes then no single one of them is able to read it.
+        # No single process can read an array sharded over several of them.
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
         return jax.tree.map(
             lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
@@ -205,7 +204,7 @@ class Devices:
         leaves, structure = jax.tree.flatten(tree)
         kinds = [type(leaf) for leaf in leaves]
         arrays = [np.asarray(leaf) for leaf in leaves]
-        # JAX implements broadcasting as a sum, which turns e.g. -0.0 into 0.0. So we send raw bytes.
+        # JAX implements broadcasting as a sum, turning e.g. -0.0 into 0.0. So send raw bytes.
         raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
         sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
         out = [
@@ -218,7 +217,7 @@ class Devices:
     def take_interrupt(self) -> None:
         """Raises `KeyboardInterrupt` in every process if any one of them was interrupted.
 
-        All processes must call this together. If only one were to stop, then all the others would wait for it
+        All processes must call this together. If only one stopped, then all the others would wait for it
         forever and not save anything.
         """
         number = interrupt_requested()

@@ -1,4 +1,4 @@
-"""The options of the command line. There is one for each setting of a run or task."""
+"""The command-line options: one for each setting of a run or task."""
 
 import dataclasses
 from pathlib import Path
@@ -10,24 +10,24 @@ from ..gguf.mixtures import type_of
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, in_order
 from .tasks import TASKS
 
-#: The settings of tasks that have a name, by that name.
+#: The settings of named tasks, by name.
 TASK_SETTINGS = {task.own.name: task.own for task in TASKS if task.own is not None}
 
 
 def options() -> list[dataclasses.Field[Any]]:
-    """Returns all options, in the order in which `--help` lists them. See `settings.option`."""
+    """Returns all options, in the same order as in `--help`. See `settings.option`."""
     return in_order([TrainSettings, DataSettings, RunSettings], TASK_SETTINGS.values())
 
 
 def settings_of(**values: Any) -> Settings:
-    """Creates settings from the values of options.
+    """Creates settings from option values.
 
-    Options of any tasks other than the chosen one are ignored. If `adapter` is the name of a folder then this
-    is converted to a path, unless we have a method with that name. (The same goes for `quantize` and recipe
+    Options for tasks other than the chosen one are ignored. If `adapter` is the name of a folder then it is
+    converted to a path, unless there is a method of that name. (The same goes for `quantize` and recipe
     files.)
 
-    **Raises:** `FinetuneError` if an option specifies a file that the chosen task doesn't use, or if there is
-    no such scheme or recipe.
+    **Raises:** `FinetuneError` if an option specifies a file for a task other than the chosen one, or if a
+    scheme or recipe is unknown.
     """
 
     def taken(cls: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reports progress and metrics whilst a run is going on."""
+"""Reports progress and metrics during a run."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from .train import TrainingStep
 
 
 def console_on(file: Any = None) -> Console:
-    """Creates a console. Long lines are only wrapped if it's a terminal, and not if it's e.g. a file."""
+    """Creates a console. Long lines are only wrapped if it's a terminal, and not e.g. a file."""
     console = Console(file=file)
     console.soft_wrap = not console.is_terminal
     return console
@@ -35,11 +35,11 @@ def shown(run: Iterator[TrainingStep], console: Console, first: int, steps: int)
 
 
 class Metrics:
-    """Writes metrics as JSON lines, to which a resumed run appends. Optionally also for TensorBoard."""
+    """Writes metrics as JSON lines (appending if a run is resumed), and optionally for TensorBoard."""
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"
-        if self._lines.exists():  # if the run was killed then the last line might be incomplete
+        if self._lines.exists():  # if the run was killed then the last line may be incomplete
             with open(self._lines, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self._events = TensorBoard(directory) if tensorboard else None
@@ -57,10 +57,10 @@ class Metrics:
 
 
 class TensorBoard:
-    """Writes scalars to a new event file, which is a sequence of `tensorflow.Event`s in `TFRecord`s.
+    """Writes scalars to a new event file: a sequence of `tensorflow.Event`s in `TFRecord`s.
 
     TensorFlow defines this format in `core/util/event.proto`, `core/framework/summary.proto` and
-    `lib/io/record_writer.h`. (It is simple enough that we don't need TensorFlow itself.)
+    `lib/io/record_writer.h`. (It is simple enough not to need TensorFlow itself.)
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +72,7 @@ class TensorBoard:
         self._append(_field(2, step) + _field(5, b"".join(values)))
 
     def _append(self, event: bytes) -> None:
-        # All non-integer fields are floats, except that this one is a double.
+        # Unlike all other non-integer fields, this one is a double.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
         with naming(self._path), open(self._path, "ab") as file:
@@ -80,7 +80,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """Encodes one field of a protocol buffer, namely an integer, a float or bytes."""
+    """Encodes one field of a protocol buffer: an integer, a float or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):

@@ -14,7 +14,7 @@ FORMS = (
 
 _NAMED = "it names the row"
 _ABOUT = "it says where the row is from, or what it is about"
-#: Entries that we ignore, along with the reason why this is safe to do.
+#: Entries safe to ignore, along with the reason why.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("id", "idx", "index", "uid", "uuid", "prompt_id", "conversation_id"), _NAMED),
     **dict.fromkeys(("source", "dataset", "url", "title", "timestamp", "category", "language"), _ABOUT),
@@ -40,9 +40,9 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises `ValueError` if there is an entry that we don't use, unless it's empty or in `WITHOUT_EFFECT`.
+    """Raises `ValueError` if there is an unused entry, unless it's empty or in `WITHOUT_EFFECT`.
 
-    We could just ignore any such entry, but then the model might not be trained on what the user intended.
+    Silently ignoring an entry may mean training on something other than the user intended.
     """
     for name, value in fields.items():
         if value not in (None, "", [], {}) and name not in used and name not in WITHOUT_EFFECT:
@@ -53,10 +53,10 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def check_label(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a row has a label, since no task of decoders that write texts learns it.
+    """Raises `ValueError` if a row has a label: no task for text-generating decoders learns it.
 
-    In particular, in the format of TRL's `KTOTrainer` it says whether the completion is any good, so we would
-    otherwise train on the bad ones too.
+    In particular, TRL's `KTOTrainer` has a label for whether the completion is any good. Without this check,
+    training would include the bad ones too.
     """
     label = fields.get("label")
     if label in (None, "", [], {}):
@@ -72,7 +72,7 @@ def check_label(fields: Mapping[str, Any]) -> None:
 
 
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
-    """Returns a text, which must not be empty. If it is missing then the error message includes `forms`."""
+    """Returns a non-empty text. If it is missing then the error message includes `forms`."""
     text = fields.get(name)
     if name not in fields:
         end = f". {forms}" if forms else ""
@@ -83,7 +83,7 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """Parses a conversation in OpenAI's or ShareGPT's format, which is sometimes encoded as JSON."""
+    """Parses a conversation in OpenAI's or ShareGPT's format, possibly encoded as JSON."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
     if not messages or not all(map(_is_message, messages)):
@@ -119,7 +119,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises `ValueError` if there are only answers by someone other than the assistant.
 
-    We could treat such a row as having no answers, but then we'd quietly leave out most of the data.
+    Treating these as rows without answers would quietly leave out most of the data.
     """
     roles = [str(message.get("role")) for message in messages]
     others = [role for role in roles if role not in _ASKING]
@@ -130,7 +130,7 @@ def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses `"tools"` and `"chat_template_kwargs"`, which become variables of the chat template."""
+    """Parses `"tools"` and `"chat_template_kwargs"` into variables of the chat template."""
     found = _from_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise ValueError(
@@ -146,9 +146,9 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """Converts a row to one of just three formats: messages, prompt and completion, or text.
 
-    ShareGPT conversations, Alpaca instructions, and prompts and completions that are lists of messages (as in
-    TRL) all become messages. However if there is no chat template, then instructions become prompts in
-    Stanford Alpaca's format instead.
+    ShareGPT conversations, Alpaca instructions, and prompts and completions in the form of messages (as in
+    TRL) all become messages. However, without a chat template, instructions instead become prompts in
+    Stanford Alpaca's format.
     """
     row, fields = fields, _without_nulls(fields)
     if {"chosen", "rejected"} <= fields.keys():
@@ -177,7 +177,7 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
             if not is_pair:
                 _check_nulls(row)
             text_of(row, name, FORMS)
-    # If the prompt is a text then the completion can be any JSON, which the model should learn to write.
+    # If the prompt is a text then the completion can be any JSON for the model to write.
     talk = "prompt" in fields and (_is_talk(fields["prompt"]) or not isinstance(fields["completion"], str))
     check_entries(fields, (*used, *(_OF_MESSAGES if talk else ())))
     if not talk:
@@ -199,7 +199,7 @@ def _without_nulls(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_nulls(row: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if one of the entries that say what a row holds is null."""
+    """Raises `ValueError` if an entry with the row's content is null."""
     for name in ("messages", "conversations", "instruction", "prompt", "completion"):
         if name in row and row[name] is None:
             raise ValueError(f"{name!r} is null. {FORMS}")
@@ -224,22 +224,21 @@ def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # Labelled words ------------------------------------------------------------------------------------
 
-#: The label for any word that should be excluded from the loss. (This is the same value as in PyTorch.)
+#: The label for words excluded from the loss. (The same value as in PyTorch.)
 NO_LABEL = -100
 _WORDS = ("tokens", "words")
 
 
 def has_words(fields: Mapping[str, Any]) -> bool:
-    """Returns whether a row consists of words that have one label each."""
+    """Returns whether a row consists of words with one label each."""
     return any(isinstance(fields.get(name), list) for name in _WORDS)
 
 
 def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-    """Returns the words of a row along with their labels. This is for named entity or part-of-speech tagging.
+    """Returns a row's words along with their labels, for named entity or part-of-speech tagging.
 
-    The labels are in the entry `"labels"`, or failing that in `"tags"` or `"..._tags"`. Some datasets such as
-    CoNLL-2003 have several of the latter, in which case we use `"ner_tags"`. (So does `run_ner.py` in
-    transformers.)
+    The labels are in the entry `"labels"`, or failing that in `"tags"` or `"..._tags"`. If there are several
+    of the latter (e.g. in CoNLL-2003), then this uses `"ner_tags"`, like `run_ner.py` in transformers.
     """
     fields = _without_nulls(fields)
     name = next((x for x in _WORDS if x in fields), None)
@@ -269,7 +268,7 @@ def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
 
 
 def _check_prompt(fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises `ValueError` if there is a `"prompt"` that says something other than `messages`."""
+    """Raises `ValueError` if there is a `"prompt"` inconsistent with `messages`."""
     if "prompt" not in fields:
         return
     prompt = fields["prompt"]
@@ -290,7 +289,7 @@ def _same(text: str, content: Any) -> bool:
 
 
 def _check_repeats(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` unless `"text"` just repeats the rest of the row, as is the case in Alpaca."""
+    """Raises `ValueError` unless `"text"` just repeats the rest of the row, as in Alpaca."""
     if not fields.get("text"):
         return
     text = text_of(fields, "text")
@@ -306,7 +305,7 @@ def _check_repeats(fields: Mapping[str, Any]) -> None:
 
 
 def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[dict[str, Any]]:
-    """Converts an instruction to messages, or without a chat template to Stanford Alpaca's prompt."""
+    """Converts an instruction to messages, or (without a chat template) to Stanford Alpaca's prompt."""
     instruction, history = text_of(fields, "instruction"), _history(fields)
     given = text_of(fields, "input") if fields.get("input") else ""
     if has_template:
@@ -321,7 +320,7 @@ def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[di
 
 
 def _history(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Converts previous turns to messages. They are (question, answer) pairs, as in LLaMA-Factory."""
+    """Converts previous turns to messages. As in LLaMA-Factory, they are (question, answer) pairs."""
     found = _from_json(fields.get("history") or [])
     if not isinstance(found, list) or not all(map(_is_pair, found)):
         raise ValueError(
@@ -341,12 +340,12 @@ def _is_pair(x: Any) -> bool:
 def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """Parses a row of preferences. In the result, the prompt and both answers are either texts or messages.
 
-    If the answers are lists of messages then the prompt can be missing, or can be just a text. As in TRL, we
-    then take the prompt to be everything that the answers have in common at the start; if that's nothing,
-    then the text is the question.
+    If the answers are lists of messages then the prompt can be missing, or can be just a text. As in TRL, the
+    prompt is then everything the answers have in common at the start. If that's nothing, then the text is the
+    question.
 
-    We also support two things that LLaMA-Factory does: the prompt can be a conversation or an Alpaca
-    instruction, and an answer can be a single message or a text.
+    As in LLaMA-Factory, the prompt can also be a conversation or an Alpaca instruction, and an answer can be
+    a single message or a text.
     """
     fields = _without_nulls(fields)
     check_label(fields)
@@ -382,10 +381,7 @@ def _is_talk(value: Any) -> bool:
 
 
 def _part(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """Parses a part of a conversation, which is a text or a list of messages.
-
-    A single message doesn't need a list.
-    """
+    """Parses a part of a conversation: a text, a message, or a list of messages."""
     found = fields.get(name)
     if _is_message(alone := _from_json(found)):
         return [_message(name, alone)]
@@ -397,7 +393,7 @@ def _part(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
 
 
 def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Separates the prompt from the two answers, for example if the answers include it."""
+    """Separates the prompt from the two answers, e.g. if the answers include it."""
     if isinstance(prompt, list):
         n = len(prompt)
         both_repeat = all(x[:n] == prompt for x in (chosen, rejected))
@@ -406,7 +402,7 @@ def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) 
         return prompt, chosen, rejected
     pairs = enumerate(zip(chosen, rejected, strict=False))
     alike = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str):  # split before a space, because it belongs to the token of the next word
+    if isinstance(chosen, str):  # split before a space: it belongs to the token of the next word
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
         if prompt is not None and isinstance(chosen, list):

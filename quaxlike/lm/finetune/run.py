@@ -1,4 +1,4 @@
-"""A single fine-tuning run, all the way from reading the checkpoint to writing the adapter."""
+"""A single fine-tuning run, from reading the checkpoint to writing the adapter."""
 
 import contextlib
 import dataclasses
@@ -48,12 +48,12 @@ from .train import State, Training, steps_of, stored_for
 
 
 def merged(run: RunSettings) -> Path:
-    """Returns where to write the merged model: either a folder in the output directory or a GGUF file."""
+    """Where to write the merged model: either a folder in the output directory or a GGUF file."""
     return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
-    """Returns where to write the adapter: either a folder in PEFT's format or a file in our own."""
+    """Where to write the adapter: either a folder in PEFT's format or a file in our own."""
     file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
@@ -61,14 +61,14 @@ def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
 def finetune(settings: Settings, console: Console, saved: Saved | None = None) -> dict[str, dict[str, float]]:
     """Fine-tunes a checkpoint and writes the adapter to `settings.run.output`.
 
-    If this folder already has a stopped run that has the same settings, then we resume that run.  `saved` is
-    kept up-to-date with the newest checkpoint on disk, in case the run is interrupted.
+    If this folder already has a stopped run with the same settings, then it is resumed. `saved` is kept
+    up-to-date with the newest checkpoint on disk, in case the run is interrupted.
 
     **Returns:** the metrics on held-out data, both `"before"` and `"after"` training.
 
     **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError` or `UnsupportedConfigError` if the run
-    cannot start, in which case nothing is written. `KeyboardInterrupt` if an interrupt was requested; this
-    happens once the current step is complete and has been saved.
+    can't start. Nothing is written in this case. `KeyboardInterrupt` if an interrupt was requested; the
+    current step is first completed and saved.
     """
     with contextlib.ExitStack() as held:
         held.callback(forget_streams)
@@ -99,7 +99,7 @@ def _finetune(
         if not devices.broadcast_from_main(before is not None):
             before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
-        # The previous run might have stopped just after logging this step, but before evaluating it.
+        # The previous run may have stopped after logging this step, but before evaluating it.
         missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
         if devices.broadcast_from_main(missing and _evaluates_after(first, steps, run)):
             measured = job.measure(state.params, held_out)
@@ -123,7 +123,7 @@ def _finetune(
         if run.merge:
             take_interrupt()
             _merge(trained, train, data, run)
-    devices.broadcast_from_main(True)  # only used as a barrier, to wait until all files have been written
+    devices.broadcast_from_main(True)  # a barrier, to wait until all files have been written
     return {"before": before or {}, "after": after}
 
 
@@ -132,8 +132,8 @@ def _prepare(
 ) -> tuple[Settings, PyTree, Training, list[Example]]:
     """Reads the checkpoint and the data, adds the adapters, and places the model. This writes nothing.
 
-    **Returns:** the settings, together with everything that depends on the data and the model; the arrays to
-    train, and what trains them; and the held-out examples.
+    **Returns:** the settings, completed by those depending on the data and the model; the arrays to train;
+    the `Training` for them; and the held-out examples.
     """
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
@@ -143,7 +143,7 @@ def _prepare(
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
     if run.format == "gguf":
-        described(named_arrays(base), config, train.model)  # if this raises, do so before hours of training
+        described(named_arrays(base), config, train.model)  # raise any errors before hours of training
     take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = data.max_length or min(256, limit)
@@ -158,7 +158,7 @@ def _prepare(
     if len(training) < train.batch_size:
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
         train = dataclasses.replace(train, batch_size=len(training))
-        # A smaller batch means that each row can have a larger share of --loss-chunk.
+        # With a smaller batch, each row can have a larger share of --loss-chunk.
         task = task_for(base, train, data)
     if run.eval_every and not held_out:
         raise FinetuneError("--eval-every has nothing to evaluate: set --held-out above 0, or --eval-data.")
@@ -181,7 +181,7 @@ def _prepare(
         if warning := other_tokenizer(train.adapter, train.model):
             console.print(warning, markup=False)
         _check_tokens(model, [*training, *held_out], train.adapter)
-    del base  # if we kept this alive then stacking would need memory for two copies of every layer
+    del base  # otherwise stacking needs memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
     model = devices.place(model)
@@ -196,7 +196,7 @@ def _prepare(
     if is_quantised(model):
         native.prepare(console.print)
     if isinstance(train.adapter, Path) and task.compares_with_start:
-        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
+        # The teacher can share the frozen weights. The trained ones are donated by each step, so copy them.
         teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
     job = Training(
         task, frozen, training, train,
@@ -215,9 +215,9 @@ def _train(
     directory: RunDirectory | Follower,
     metrics: Metrics | Follower,
 ) -> State:
-    """Trains from the step after `first` to the last one, and logs, evaluates and saves on the way.
+    """Trains from the step after `first` to the last one, logging, evaluating and saving along the way.
 
-    If the run is interrupted then the current step is saved before this raises `KeyboardInterrupt`.
+    If the run is interrupted, then this saves the current step before raising `KeyboardInterrupt`.
     """
     latest = first
     for step in shown(job.run(state, first), console, first, job.steps):
@@ -245,7 +245,7 @@ def _evaluates_after(step: int, steps: int, run: RunSettings) -> bool:
 
 
 def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """Loads the checkpoint. On a mesh we quantise as we read, because it might not fit on a single device."""
+    """Loads the checkpoint. It may not fit on a single device, so on a mesh it's quantised whilst reading."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)
@@ -255,19 +255,19 @@ def _base(train: TrainSettings, devices: Devices) -> tuple[PyTree, dict[str, Any
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # there is a weight that we can't shard evenly
+    except ValueError as error:  # a weight can't be sharded evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
 def _with_sizes(config: dict[str, Any], model: PyTree) -> dict[str, Any]:
-    """Adds any sizes that `config.json` leaves to the defaults of its family, as that of Gemma 3 does."""
+    """Adds any sizes missing from `config.json` (e.g. for Gemma 3), using the family's defaults."""
     missing = {name for name in ("vocab_size", "max_position_embeddings") if config.get(name) is None}
     own = vars(getattr(model, "config", None) or object)
     return config | {name: own[name] for name in missing if name in own}
 
 
 def trained_in_full(model: PyTree) -> tuple[str, ...]:
-    """Returns the parts of a model that are trained in full, in addition to any adapters."""
+    """Returns the parts of a model trained in full, in addition to any adapters."""
     return getattr(model, "head_parts", ())
 
 
@@ -286,7 +286,7 @@ def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, 
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
-    """Returns the invocation tokens. If adapters are always active then this is `[]`."""
+    """Returns the invocation tokens, or `[]` if adapters are always active."""
     of_file: list[int] = []
     if isinstance(settings.adapter, Path):
         config = config_of(settings.adapter, settings)
@@ -310,7 +310,7 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
 def _with_invocation(
     path: Path, examples: list[Example], invocation: Sequence[int], console: Console
 ) -> list[Example]:
-    """Drops examples without the invocation tokens, because the adapter would never be active in them."""
+    """Drops examples without the invocation tokens: the adapter is never active in them."""
     n = len(invocation)
 
     def invokes(ids: Sequence[int]) -> bool:
@@ -384,7 +384,7 @@ def read_data(
 
 
 def _warn_of_endless(path: Path, examples: list[Example], tokens: Tokens, console: Console) -> None:
-    """Warns about texts after which the model wouldn't learn to stop, unless they end because we cut them."""
+    """Warns about texts after which the model won't learn to stop, other than truncated ones."""
     ends = {*tokens.marks.ends, *tokens.marks.answer}
 
     def learns_end(example: Example) -> bool:
@@ -404,7 +404,7 @@ def _warn_of_endless(path: Path, examples: list[Example], tokens: Tokens, consol
 
 
 def _check_tokens(model: PyTree, examples: list[Example], adapter: Path) -> None:
-    """Raises an error if a token has no embedding, because the adapter's vocabulary is smaller."""
+    """Raises an error if a token has no embedding because the adapter's vocabulary is smaller."""
     last = max(token for example in examples for text in example.texts for token in text)
     sizes = [x.shape[max(x.ndim - 2, 0)] for name, x in named_arrays(model).items() if is_of_tokens(name)]
     if sizes and last >= min(sizes):
@@ -420,10 +420,10 @@ def _adapted(
     if settings.quantize != "none" and not is_quantised(model):
         try:
             model = quantize(model, **_quantisation(settings, trained_in_full(model)))
-        except ValueError as error:  # there is a weight that the block size doesn't divide
+        except ValueError as error:  # the block size doesn't divide some weight
             raise FinetuneError(str(error)) from error
     in_full = trained_in_full(model)
-    # If a layer is trained in full then PEFT stores a dense array for it, so it can't remain quantised.
+    # PEFT stores dense arrays for layers trained in full, so they can't remain quantised.
     heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
     model = replace(model, {name: materialise(x) for name, x in heads.items()})
     tokens = {}
@@ -463,7 +463,7 @@ def _adapted(
 
 
 def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[PyTree, bool]:
-    """Stacks the layers if the settings require this, or if it's possible and they don't forbid it.
+    """Stacks the layers if the settings require this, or don't forbid it and it's possible.
 
     Also returns whether the layers were stacked.
     """
@@ -486,7 +486,7 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
 def _check_rows(model: AbstractDecoder) -> None:
     """Raises `ValueError` if there are adapters which, once stacked, can't be split into rows again.
 
-    This can happen for custom types of adapter that have a key for dropout.
+    This can happen for custom adapter types with a key for dropout.
     """
     for name, x in named_arrays(with_dropout_key(model, jax.random.key(0)).layers).items():
         if isinstance(x, AdaptedArray) and x.leading_axis() is NotImplemented:
@@ -497,11 +497,11 @@ def _check_rows(model: AbstractDecoder) -> None:
 
 
 def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> None:
-    """Raises an error if we are about to train an adapter that none of our file formats can represent."""
+    """Raises an error if no file format can represent the adapter about to be trained."""
     if train.adapter is not None:  # `_save` can use our own format in this case
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # don't warn here, since `_save` will do so
+        with warnings.catch_warnings(action="ignore"):  # `_save` will warn instead
             tensors_and_config(model, task_type=task.peft_type)
     except ValueError as error:
         raise FinetuneError(str(error)) from error
@@ -510,7 +510,7 @@ def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> N
 def _save(
     model: PyTree, train: TrainSettings, run: RunSettings, task: AbstractTask, console: Console
 ) -> None:
-    """Writes the adapter in PEFT's format. If PEFT cannot represent it then we use our own format instead."""
+    """Writes the adapter in PEFT's format, or in our own if PEFT's can't represent it."""
     if not is_own(train):
         try:
             name = str(train.model)

@@ -17,7 +17,7 @@ from ...files.errors import ErrorAboutFiles
 
 
 class FinetuneError(ErrorAboutFiles):
-    """Raised if a run cannot start or continue. The message gives the reason."""
+    """Raised if a run can't start or continue. The message gives the reason."""
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **of_argument: Any) -> Any:
@@ -30,17 +30,17 @@ SIZE, SHARE = number(int, 1), number(float, 0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
-    """Base class for the settings of a single task. Declare the fields of a subclass using `option`."""
+    """Base class for a task's settings. Declare the fields of a subclass using `option`."""
 
     name: ClassVar[str]
-    """The name of the task, for `--task`."""
+    """The task's name, for `--task`."""
     about: ClassVar[str]
-    """What the task is for, as shown by `--help`."""
+    """A short description, as shown by `--help`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """The model, its adapters, and how they are trained."""
+    """The model, its adapters, and how to train them."""
 
     model: Path = option(
         "checkpoint directory: config.json, model.safetensors, tokenizer.json", type=Path, metavar="DIR"
@@ -117,7 +117,7 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """The training data, along with which parts of it should contribute to the loss."""
+    """The training data, along with which parts of it contribute to the loss."""
 
     data: Path = option("training data; - is the standard input", type=Path, metavar="FILE.jsonl")
     eval_data: Path | None = option(
@@ -125,7 +125,7 @@ class DataSettings:
     )
     held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
-    """The settings of the chosen task. If this is None then the task depends on the model."""
+    """The settings of the chosen task. If None then the task depends on the model."""
     max_length: int | None = option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=SIZE
     )
@@ -182,8 +182,8 @@ class RunSettings:
     num_processes: int | None = option("the number of processes", None, type=SIZE, metavar="N")
 
 
-# The order of settings, both in `--help` and in `run.json`. The options of tasks come directly after `task`,
-# and anything that isn't listed here comes last.
+# The order of settings, both in `--help` and in `run.json`. Task options come directly after `task`, and
+# anything not listed here comes last.
 _ORDER = """
     model data output eval_data held_out task max_length quantize block_size target train_tokens adapter
     rank alpha dropout rslora dora freeze_a invocation lora_plus steps epochs batch_size accumulate
@@ -194,7 +194,7 @@ _ORDER = """
 
 
 def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Field[Any]]:
-    """Sorts all options of settings and tasks, so that they are in command-line order."""
+    """Sorts all options of settings and tasks into command-line order."""
     places = {name: place for place, name in enumerate(_ORDER.split())}
     fields = [field for part in parts for field in dataclasses.fields(part)]
     fields.sort(key=lambda field: places.get(field.name, len(places)))
@@ -211,10 +211,10 @@ class Settings:
     run: RunSettings
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns all settings that affect the result. This can be saved as JSON.
+        """Returns all settings affecting the result. This can be saved as JSON.
 
-        A run can only be resumed if these are the same as before. For any files we also include their
-        digests, in case they have been modified.
+        A run can only be resumed if these are the same as before. Files also have a digest, in case they have
+        been modified.
         """
         task, parts = self.data.task, [self.train, self.data]
         tasks = [] if task is None else [task]
@@ -237,15 +237,14 @@ def _digest(path: Path) -> str:
 
 
 def is_stream(path: Path) -> bool:
-    """Returns whether a file can only be read once. That is, a pipe, a device, or `-` for standard input."""
+    """Returns whether a file can only be read once, i.e. a pipe, a device, or `-` for standard input."""
     return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def open_data(path: Path) -> io.BufferedIOBase:
-    """Opens a data file. Runs read their data twice, so any streams are kept in memory until
-    `forget_streams`.
+    """Opens a data file. Runs read data twice, so streams are kept in memory until `forget_streams`.
 
-    **Raises:** `FileNotFoundError` if there is no such file.
+    **Raises:** `FileNotFoundError` if the file doesn't exist.
     """
     if not is_stream(path):
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Checkpoints of a run. If you use the same command again, then the run is resumed from these."""
+"""Checkpoints of a run. Using the same command again resumes the run from these."""
 
 import dataclasses
 import json
@@ -21,18 +21,18 @@ from .options import options
 from .settings import FinetuneError, Settings
 
 CHECKPOINT = "checkpoint.safetensors"
-_WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote this file
+_WRITER = "quaxlike"  # the entry of `run.json` for the version that wrote it
 
 
 @dataclasses.dataclass
 class Saved:
-    """The newest checkpoint of a run. Its `str` is what to tell the user if the run is interrupted."""
+    """The newest checkpoint of a run. Its `str` is the message if the run is interrupted."""
 
     output: Path
     step: int | None = None
     """The step of this checkpoint. 0 if there isn't one, and None if the run hasn't checked yet."""
     here: bool = True
-    """Whether this is the process that saves the checkpoints."""
+    """Whether this process saves the checkpoints."""
 
     def __str__(self) -> str:
         if not self.here:
@@ -51,11 +51,10 @@ class RunDirectory:
     """The directory of a run.
 
     This contains `run.json` (the settings), `checkpoint.safetensors` (the most recent state), `log.jsonl`
-    (one line per step), and once the run is complete the adapter. The directory is locked until you call
-    `close`.
+    (one line per step), and once the run is complete the adapter. The directory is locked until `close`.
 
-    **Raises:** `FinetuneError` if there is a run with different settings in the directory, if another process
-    has an active run there, or if there is an adapter that wasn't written by a run.
+    **Raises:** `FinetuneError` if the directory has a run with different settings, a run still active in
+    another process, or an adapter not written by a run.
     """
 
     def __init__(self, settings: Settings, saved: Saved | None = None) -> None:
@@ -86,14 +85,14 @@ class RunDirectory:
             self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
-        """Writes a checkpoint. The previous one is replaced atomically."""
+        """Writes a checkpoint, replacing the previous one atomically."""
         safetensors.save(self.checkpoint, _named(step, state))
         self.saved.step = step
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
-        """Returns the step and the state in the checkpoint. If there is none, returns 0 and `state` itself.
+        """Returns the step and the state in the checkpoint, or 0 and `state` itself if there is none.
 
-        Any steps after this one will be repeated, so we remove them from the log.
+        Later steps will be repeated, so they are removed from the log.
         """
         step, named = 0, _named(0, state)
         if self.checkpoint.exists():
@@ -111,7 +110,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def amend(self, step: int, **entry: Any) -> None:
-        """Adds entries to the line for a step that we have already logged."""
+        """Adds entries to the line for an already logged step."""
         self._write([x | entry if x["step"] == step else x for x in self.entries()])
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
@@ -119,7 +118,7 @@ class RunDirectory:
             file.writelines(_line(entry) for entry in entries)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Reads the log. If the run was killed then the last line can be incomplete, so we ignore that."""
+        """Reads the log, ignoring an incomplete last line. (The run may have been killed.)"""
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
@@ -146,7 +145,7 @@ def _named(step: int, state: PyTree) -> dict[str, Any]:
 
 
 def _bare(state: PyTree) -> PyTree:
-    """Returns the state without anything that the settings determine, which we don't need to save."""
+    """Returns the state without anything determined by the settings, and so not worth saving."""
     return jtu.tree_map(without_numbers, state, is_leaf=is_value)
 
 
@@ -164,7 +163,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
             f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
             "--output."
         )
-    # If an earlier version didn't have some setting, then it behaved as though this had its default value.
+    # Earlier versions without some setting behaved as though it had its default value.
     defaults = {option.name: option.default for option in options()}
     found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [

@@ -25,7 +25,7 @@ from .devices import Devices
 from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
-#: The policies for `--remat`. These determine what is saved for the backward pass in each layer.
+#: The policies for `--remat`, determining what each layer saves for the backward pass.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": dots_with_no_batch_dims_saveable,
@@ -41,7 +41,7 @@ class State(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The peak memory that a step uses on each device, in bytes."""
+    """A step's peak memory use on each device, in bytes."""
 
     weights: int
     adapters: int
@@ -57,7 +57,7 @@ class MemoryUse(NamedTuple):
 
 
 class TrainingProgram:
-    """A training step, which updates the state using a single batch. We compile it once per batch shape."""
+    """A training step, updating the state using a single batch. It is compiled once per batch shape."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class TrainingProgram:
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
-        """The time that we have spent compiling, in total."""
+        """The total time spent compiling."""
 
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)
 
     def lowered(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the program. You can use `jax.ShapeDtypeStruct`s here, even for devices that don't exist."""
+        """Lowers the program. You can use `jax.ShapeDtypeStruct`s here, even for nonexistent devices."""
         return self._jitted.lower(*arguments)
 
     def compiled(self, *arguments: Any) -> Any:
@@ -113,10 +113,10 @@ class TrainingProgram:
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
-    """Casts the frozen arrays of a model to the compute dtype. Any trainable arrays are left as they are."""
+    """Casts a model's frozen arrays to the compute dtype. Trainable arrays are left as they are."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, trainable(model))
-    # Casting can change static fields of a Value, in which case the leaves have to go into another structure.
+    # Casting can change static fields of a Value. The leaves then have to go into another structure.
     places, frozen = eqx.partition(converted, trainable(converted))
     trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
     return eqx.combine(trained, frozen)
@@ -133,12 +133,12 @@ def prepared(model: PyTree, settings: TrainSettings) -> PyTree:
 
 
 def computed(model: PyTree, settings: TrainSettings, devices: Devices) -> PyTree:
-    """Gathers the weights of the model or the teacher and then prepares it for a training step."""
+    """Gathers the weights of the model or the teacher, and then prepares it for a training step."""
     return None if model is None else prepared(devices.gather_weights(model), settings)
 
 
 class Again(eqx.Module):
-    """Wraps a layer, so that anything that the policy doesn't save is computed again in the backward pass."""
+    """Wraps a layer, so that the backward pass recomputes anything not saved by the policy."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -151,9 +151,9 @@ class Again(eqx.Module):
 
 
 def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
-    """Computes the output of the task for each example in a batch.
+    """Computes the task's output for each example in a batch.
 
-    `keys` are for dropout; pass None to disable this. `teacher` is only needed by some of the tasks.
+    `keys` are for dropout; pass None to disable this. Only some tasks need the `teacher`.
     """
 
     def one(example: Batch, key: Any) -> Any:
@@ -167,7 +167,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
 
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
-    done: dict[int, Any] = {}  # keyed by identity, so that an array shared by several leaves is still shared
+    done: dict[int, Any] = {}  # keyed by identity, so that shared arrays are still shared
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, AdaptedArray):  # each of its parts can be cast
@@ -209,7 +209,7 @@ def optimiser_for(
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # Begin the warm-up at a learning rate above zero, as otherwise the first step wouldn't do anything.
+    # Begin the warm-up above zero: otherwise the first step doesn't do anything.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(
@@ -233,7 +233,7 @@ def steps_of(settings: TrainSettings, n: int) -> int:
 class Training:
     """Runs `steps` training steps on a set of examples.
 
-    `frozen` is that part of the model which isn't trained. Some tasks also need a `teacher`.
+    `frozen` is the untrained part of the model. Some tasks also need a `teacher`.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Training:
         self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> MemoryUse:
-        """Compiles a step for the longest possible batch and returns how much memory this uses."""
+        """Compiles a step for the longest possible batch, and returns its memory use."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
@@ -264,7 +264,7 @@ class Training:
     def run(self, state: State, first: int) -> Iterator[TrainingStep]:
         """Trains, starting with the step after `first`. Resuming a run doesn't affect its results.
 
-        Each state is donated to the next step, so don't use it any more once that has started.
+        Each state is donated to the next step, so don't use it once that has started.
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
@@ -272,7 +272,7 @@ class Training:
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
-            # Take the average over the tokens of all accumulated batches, not an average of averages.
+            # Average over the tokens of all accumulated batches, rather than over averages.
             terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
@@ -286,7 +286,7 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """Computes metrics on a set of examples, without dropout. If there are none then this is `{}`."""
+        """Computes metrics on a set of examples, without dropout. Returns `{}` if there are none."""
         if not examples:
             return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size
@@ -302,7 +302,7 @@ class Training:
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
         devices, settings, keys = self.devices, self.settings, None
         if self._drops:
-            # These only depend on the index of the batch, so a resumed run has the same dropout.
+            # Keys only depend on the index of the batch, so a resumed run has the same dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
         return *placed, self._teacher

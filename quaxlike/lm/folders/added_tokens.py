@@ -1,9 +1,9 @@
-"""Tokens that other files of a checkpoint add to its `tokenizer.json`, or treat differently.
+"""Completes a checkpoint's `tokenizer.json` with tokens and flags from its other files.
 
-These are usually in `tokenizer.json` as well, but not if someone added them by editing another file, or by
-using an old version of transformers. As transformers does, we then append them to the vocabulary. (Otherwise
-they would be split into pieces.) Likewise, if the files disagree on the flags of a token, such as whether it
-absorbs the spaces around it, then we use the same ones as transformers.
+These tokens are usually in `tokenizer.json` as well, but not if someone added them by editing another file or
+using an old version of transformers. As in transformers, this appends them to the vocabulary. (Otherwise they
+would be split into pieces.) Likewise, if the files disagree on a token's flags, such as whether it absorbs
+the spaces around it, then this makes the same choice as transformers.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the special tokens that the settings of a tokeniser name.
+    """Returns the special tokens named in a tokeniser's settings.
 
-    A tokeniser can have names of its own, such as `image_token`. transformers writes them as entries, like
-    the usual ones, and reads them from objects as well. Other entries that end in `_token` are no texts.
+    A tokeniser can have its own names, such as `image_token`. transformers writes them as entries, like the
+    usual ones, and reads them from objects as well. Any other entries ending in `_token` aren't texts.
     """
     usual = {name: settings[name] for name in SPECIAL if name in settings}
     own = {
@@ -41,21 +41,21 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completed_text(folder: Path, text: str) -> str:
-    """Completes the contents of `tokenizer.json`. Returns the same text if there is nothing to change."""
+    """Completes the contents of `tokenizer.json`. Returns the same text if nothing changes."""
     if not _named(folder):
         return text
     try:
         described = json.loads(text)
     except (ValueError, RecursionError):
-        return text  # whoever uses this raises a better error
+        return text  # the caller raises a better error
     out = completed(folder, described) if isinstance(described, dict) else described
     return text if out is described else json.dumps(out)
 
 
 def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
-    """As `completed_text`, but for contents that have been parsed.
+    """As `completed_text`, but for already parsed contents.
 
-    **Raises:** `CheckpointError` if a token has another number than the one that is next.
+    **Raises:** `CheckpointError` if a token has a number other than the next one.
     """
     model, added = described.get("model"), described.get("added_tokens") or []
     vocab: Any = model.get("vocab") if isinstance(model, dict) else None
@@ -68,7 +68,7 @@ def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
         numbers |= {content: token["id"] for content, token in out.items()}
         following = 1 + max(numbers.values(), default=-1)
     except (KeyError, TypeError, ValueError):
-        return described  # whoever uses this raises a better error
+        return described  # the caller raises a better error
     for content, token in _named(folder).items():
         if content in out:
             out[content] = token.merged(out[content])
@@ -88,26 +88,26 @@ def completed(folder: Path, described: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Token:
-    """A token that is named by another file."""
+    """A token named by another file."""
 
     file: str
     number: int | None
     given: Mapping[str, bool]
-    """The flags that are specified by the file."""
+    """The flags specified by the file."""
     in_decoder: bool | None
     """Whether the token is in `added_tokens_decoder`, or None if there is no such entry.
 
     If there is, then other files don't change the flags in `tokenizer.json`.
     """
     is_named: bool = False
-    """Whether the token has a role, such as `eos_token`. All such tokens are special."""
+    """Whether the token has a role, such as `eos_token`. If so, it is special."""
 
     def flags(self) -> dict[str, bool]:
         special = self.is_named or self.given["special"]
         return {**dict.fromkeys(_FLAGS, False), "normalized": not special, **self.given, "special": special}
 
     def merged(self, described: Mapping[str, Any]) -> dict[str, Any]:
-        """Updates the flags that the token has in `tokenizer.json`. Special tokens always remain special."""
+        """Updates the token's flags in `tokenizer.json`. Special tokens always remain special."""
         if self.in_decoder:
             flags = self.flags()
             return {**described, **flags, "special": flags["special"] or described.get("special", False)}
@@ -115,7 +115,7 @@ class _Token:
 
 
 def _named(folder: Path) -> dict[str, _Token]:
-    """Returns the tokens that other files name, in transformers' order."""
+    """Returns the tokens named by other files, in transformers' order."""
     out: dict[str, _Token] = {}
 
     def add(
@@ -125,7 +125,7 @@ def _named(folder: Path) -> dict[str, _Token]:
         if isinstance(token, dict):
             given |= {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
             token = token.get("content")
-        if isinstance(token, str) and token:  # if it's anything else then this is an error elsewhere
+        if isinstance(token, str) and token:  # anything else is an error elsewhere
             in_decoder = number is not None if has_decoder else None
             out.setdefault(token, _Token(file, number, given, in_decoder)).is_named |= is_named
 

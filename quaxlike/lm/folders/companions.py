@@ -1,8 +1,7 @@
-"""The files that accompany the weights of a model.
+"""The files accompanying a model's weights.
 
-These are the tokeniser, chat templates, generation settings, and any sentence-transformers modules.
-Importantly, we must never leave weights next to a tokeniser that belongs to another model, because such a
-model would load successfully but generate nonsense.
+These are the tokeniser, chat templates, generation settings, and any sentence-transformers modules. Weights
+must never be left next to another model's tokeniser: this would load successfully, but generate nonsense.
 """
 
 import filecmp
@@ -17,26 +16,25 @@ from ..._files import replacing
 from ...files.errors import CheckpointError, file_error, hub_hint, quoted
 from ...files.json_text import read_json_file, read_json_list
 
-# The names that transformers uses. The essential tokeniser files come first in this list, so that they are
-# replaced last.
+# transformers' names. The essential tokeniser files come first, so that they are replaced last.
 _NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
-# In this file, sentence-transformers lists its modules. Each of them has its own folder.
+# sentence-transformers' list of modules. Each of them has its own folder.
 _MODULES = "modules.json"
 _OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-# Other quantisation tools write these settings. Readers use them if config.json doesn't have any.
+# Settings from other quantisation tools. Readers use them if config.json doesn't have any.
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """Returns the files that accompany the weights in a checkpoint, keyed by name.
+    """Returns the files accompanying the weights in a checkpoint, keyed by name.
 
-    **Raises:** `CheckpointError` if one of them isn't a regular file, or if it is a link to somewhere outside
-    the folder (other than into a Hugging Face cache).
+    **Raises:** `CheckpointError` if one of them isn't a regular file, or links to outside the folder (other
+    than into a Hugging Face cache).
     """
     base = Path(os.path.realpath(folder))
     roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
@@ -66,16 +64,16 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes all accompanying files that differ from the ones in `files`.
+    """Removes all accompanying files that differ from those in `files`.
 
-    We do this before adding the new files. This ensures that even if the process is killed in between, the
-    weights are never left next to a tokeniser that belongs to another model.
+    Do this before adding the new files. This way, weights are never left next to another model's tokeniser,
+    even if the process is killed in between.
     """
     for name in _present(folder):
         if name not in files:
             (folder / name).unlink()
         elif not filecmp.cmp(folder / name, files[name], shallow=False):
-            # If this is a link then we would replace its target, so that is what we have to remove.
+            # If this is a link then its target would be replaced, so remove that.
             os.unlink(os.path.realpath(folder / name))
     for name in _OF_WEIGHTS:
         (folder / name).unlink(missing_ok=True)
@@ -93,9 +91,7 @@ def _present(folder: Path) -> list[str]:
 
 
 def hint_for(path: str | os.PathLike[str]) -> str:
-    """Suggests how to proceed if a folder doesn't contain a model. This is the last sentence of an error
-    message.
-    """
+    """Suggests how to proceed if a folder doesn't contain a model. This ends an error message."""
     folder = Path(path)
     about = folder / "adapter_config.json"
     if about.is_file():
@@ -115,17 +111,14 @@ def hint_for(path: str | os.PathLike[str]) -> str:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Lists the folders of all sentence-transformers modules, except for the first, which is the model
-    itself.
-    """
+    """Lists the folders of all sentence-transformers modules other than the model itself."""
     return [found for _, found in modules_of(folder) if found]
 
 
 def modules_of(folder: Path) -> list[tuple[str, str]]:
-    """Lists the class name and folder of each sentence-transformers module. The folder is "" for the model
-    itself.
+    """Lists each sentence-transformers module's class name and folder ("" for the model itself).
 
-    **Raises:** `CheckpointError` if `modules.json` is damaged, or if it refers to a path outside the folder.
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or refers to a path outside the folder.
     """
     path = folder / _MODULES
     if not path.is_file():
@@ -145,7 +138,7 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
 def named_ends(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Returns the end-of-text tokens from `generation_config.json` and then from `config.json`.
 
-    **Raises:** `CheckpointError` if any of these isn't a token ID below 2³¹.
+    **Raises:** `CheckpointError` if any of these isn't a token id below 2³¹.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Warnings about configuration entries that we don't use, but that might have an effect."""
+"""Warnings about unused configuration entries that may affect the result."""
 
 import re
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...files.errors import listed, quoted
 
-#: Entries of `config.json` that have no effect on the logits, grouped by the reason for this.
+#: Entries of `config.json` that don't affect the logits, grouped by the reason.
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "where the model comes from, and what wrote it": (
         *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version", "auto_map"),
@@ -61,17 +61,17 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Returns whether an entry has a value that disables the corresponding option."""
+    """Returns whether an entry's value disables the corresponding option."""
     return value is None or value is False or value in ({}, [])
 
 
 def _is_without_effect(name: str) -> bool:
-    # Bounding the length also bounds how long the regex takes.
+    # Bounding the length also bounds the regex's running time.
     return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warns about entries that aren't in `known`, except for entries that are disabled or have no effect."""
+    """Warns about entries not in `known`, unless they are disabled or don't affect the result."""
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()

@@ -1,9 +1,9 @@
-"""Consistently replaces two files, namely some tensors and their configuration.
+"""Consistently replaces two files: some tensors and their configuration.
 
-File systems don't have a way of replacing two files atomically. So instead, we first write the new
-configuration next to the old one, with a filename that contains the hash of the new tensors. It takes effect
-as soon as the tensors have been written, at which point we rename it. This means that readers can find the
-right configuration for the tensors at every point in between, even if the process is killed.
+File systems can't replace two files atomically. Instead, first write the new configuration next to the old
+one, under a filename containing the hash of the new tensors. This takes effect as soon as the tensors have
+been written, and is then renamed. At every point in between, even if the process is killed, readers can find
+the right configuration for the tensors.
 """
 
 import hashlib
@@ -22,8 +22,7 @@ _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens the tensors and reads their configuration. If the files are replaced in the meantime then we try
-    again.
+    """Opens the tensors and reads their configuration, trying again if they are replaced in the meantime.
 
     **Raises:** any errors raised by the two functions, and `CheckpointError` if the files are replaced too
     many times.
@@ -36,7 +35,7 @@ def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tu
             raise
         try:
             config = read()
-        except FileNotFoundError:  # the file was renamed before we were able to read it
+        except FileNotFoundError:  # the file was renamed before reading it
             if last:
                 raise
             continue
@@ -46,7 +45,7 @@ def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tu
 
 
 class Pair(NamedTuple):
-    """A file with tensors and a file with their configuration, which are both in the same folder."""
+    """A file with tensors and a file with their configuration, both in the same folder."""
 
     folder: Path
     config: str = "config.json"
@@ -60,11 +59,10 @@ class Pair(NamedTuple):
         *,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes both files, replacing them if they exist. `last` is called just before replacing the
-        tensors.
+        """Writes both files, replacing them if they exist. Calls `last` just before replacing the tensors.
 
-        **Raises:** `CheckpointError` if the folder contains the index of a sharded checkpoint, as readers
-        would use this index instead.
+        **Raises:** `CheckpointError` if the folder contains a sharded checkpoint's index. (Readers would use
+        this instead.)
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
@@ -79,12 +77,12 @@ class Pair(NamedTuple):
             last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
-        # This includes any that were left behind by a process that was killed.
+        # This includes any left behind by a killed process.
         for left in self._all_waiting():
             left.unlink(missing_ok=True)
 
     def config_path(self) -> Path:
-        """Returns the path of the configuration that belongs to the tensors currently in the folder."""
+        """Returns the path of the configuration for the tensors currently in the folder."""
         if self._all_waiting() and (self.folder / self.tensors).is_file():
             waiting = self._waiting(self.folder / self.tensors)
             if waiting.is_file():
@@ -92,7 +90,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """Returns where to find the configuration for these tensors until they are in place."""
+        """Returns the path of the configuration for these tensors until they are in place."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

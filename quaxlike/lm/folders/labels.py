@@ -9,13 +9,13 @@ from .model_config import refused, whole
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 #: The supported values of `problem_type`.
 PROBLEMS = (SINGLE, MULTI, REGRESSION)
-#: The entries of `config.json` that are read.
+#: The entries of `config.json` read here.
 ENTRIES = ("id2label", "label2id", "num_labels", "problem_type")
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The names for the outputs of a classifier, along with its problem type."""
+    """The names of a classifier's outputs, along with its problem type."""
 
     names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
     problem_type: str | None = None
@@ -23,12 +23,12 @@ class Labels:
 
     @property
     def problem(self) -> str:
-        """One of `PROBLEMS`. Just as in transformers, this defaults to a single label per input."""
+        """One of `PROBLEMS`. Default: regression for one label, otherwise a single label per input."""
         return self.problem_type or (REGRESSION if len(self.names) == 1 else SINGLE)
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Labels":
-        """Reads the labels from a configuration. If the model isn't a classifier then this returns `UNNAMED`.
+        """Reads the labels from a configuration. Returns `UNNAMED` if the model isn't a classifier.
 
         **Raises:** `UnsupportedConfigError` if any of the entries are invalid.
         """
@@ -64,5 +64,5 @@ UNNAMED = Labels()
 
 
 def numbered(n: int) -> tuple[str, ...]:
-    """Returns the default names that transformers uses for `n` labels."""
+    """Returns transformers' default names for `n` labels."""
     return tuple(f"LABEL_{i}" for i in range(n))

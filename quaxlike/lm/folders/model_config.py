@@ -1,7 +1,6 @@
-"""The entries of `config.json` that a model uses, along with checks for any values that we don't support.
+"""The `config.json` entries for a model, along with checks for unsupported values.
 
-We must raise an error for these values. If we didn't, then the model would still load, but it would compute
-incorrect logits.
+These must raise an error: otherwise the model would still load, but compute incorrect logits.
 """
 
 import contextlib
@@ -19,21 +18,20 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ErrorAboutFiles):
-    """Raised if a checkpoint requires a feature that none of our models support."""
+    """Raised if a checkpoint requires an unsupported feature."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base class for configurations. The fields are the `config.json` entries that a model uses."""
+    """Base class for configurations. The fields are a model's `config.json` entries."""
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`. If an entry is missing then we use its default value.
+        """Reads the fields from `config`. Missing entries have their default values.
 
-        `required` maps the names of additional entries to the only value that we support (or to a tuple of
-        values).
+        `required` maps additional entries to their only supported value (or to a tuple of values).
 
-        **Raises:** `UnsupportedConfigError` if we don't support a value, or if an entry without a default is
+        **Raises:** `UnsupportedConfigError` if a value isn't supported, or if an entry without a default is
         missing. The error message includes `label`.
         """
         label = label or cls.__name__
@@ -55,7 +53,7 @@ class Config:
         return cls(**values)
 
     def known_entries(self) -> set[str]:
-        """Returns the names of all entries that we either read or check."""
+        """Returns the names of all entries either read or checked."""
         return {field.name for field in dataclasses.fields(self)}
 
 
@@ -76,8 +74,9 @@ ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
 def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATTENTION) -> tuple[str, ...]:
-    """Returns the kind of each layer from the entry `layer_types`. Raises `UnsupportedConfigError` if it is
-    invalid.
+    """Reads each layer's kind from the entry `layer_types`.
+
+    **Raises:** `UnsupportedConfigError` if the entry is invalid.
     """
     are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
     if not are_known or len(types) != layers:
@@ -95,9 +94,7 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """If an error is raised while computing with these entries, converts it to an
-    `UnsupportedConfigError`.
-    """
+    """Converts errors from computing with these entries to an `UnsupportedConfigError`."""
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

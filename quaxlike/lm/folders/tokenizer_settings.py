@@ -1,4 +1,4 @@
-"""Warnings about settings of a tokeniser that contradict its `tokenizer.json`."""
+"""Warnings about a tokeniser's settings contradicting its `tokenizer.json`."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from ...files.errors import listed, quoted
 
-# Entries of `tokenizer_config.json`, along with the step of `tokenizer.json` and its entry that say the same.
+# Entries of `tokenizer_config.json`, along with the equivalent step of `tokenizer.json` and its entry.
 _STEPS = {
     "do_lower_case": ("BertNormalizer", "lowercase"),
     "strip_accents": ("BertNormalizer", "strip_accents"),
@@ -18,9 +18,9 @@ _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def warn_of_contradictions(where: str, settings: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Warns if `tokenizer_config.json` contradicts `tokenizer.json`, which is what we use.
+    """Warns if `tokenizer_config.json` contradicts `tokenizer.json`.
 
-    Some of transformers' classes instead build the tokeniser from these settings.
+    The latter takes precedence here, but some of transformers' classes build the tokeniser from the former.
     """
     if settings.get("tokenizer_class") in _GENERIC:
         return
@@ -43,7 +43,7 @@ def warn_of_contradictions(where: str, settings: Mapping[str, Any], described: M
 
 
 def _steps_of(described: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normaliser or pre-tokeniser, which can be sequences of others."""
+    """Yields the steps of a normaliser or pre-tokeniser, including those inside sequences."""
     if isinstance(described, Mapping):
         yield described
         for inner in (described.get("normalizers"), described.get("pretokenizers")):

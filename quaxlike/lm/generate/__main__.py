@@ -54,7 +54,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.generate") -> int:
-    """Runs the command. The exit status is 2 if it cannot start and 130 after Ctrl-C."""
+    """Runs the command. The exit status is 2 if it can't start, and 130 after Ctrl-C."""
     # Importing JAX takes seconds, so parse the arguments first to report mistakes immediately.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)

@@ -1,10 +1,10 @@
 """`generate` and `Conversation`, for generating text with a decoder.
 
-The invariant is that the cache contains the keys and values for exactly the tokens that precede the next one,
-as computed with the current adapters and rotary frequencies. If any of these change then we recompute all
-tokens that are affected.
+The invariant is that the cache contains the keys and values for exactly the tokens preceding the next one, as
+computed with the current adapters and rotary frequencies. If any of these change then all affected tokens are
+recomputed.
 
-Note that shapes are rounded up to powers of two, as otherwise we would recompile for every length.
+Shapes are rounded up to powers of two, so as not to recompile for every length.
 """
 
 import functools
@@ -47,9 +47,9 @@ def generate(
     """Generates continuations of texts, one token at a time.
 
     The keys and values of previous tokens are cached, and this cache is updated in-place. To limit
-    recompilation, lengths are rounded up to powers of two. There are two programs for each length: one that
-    processes the prompts and one that generates a single token. Both are compiled before the first token.
-    (This happens in parallel unless the model is sharded over several devices.)
+    recompilation, lengths are rounded up to powers of two. Each length has two programs: one for processing
+    the prompts and one for generating a single token. Both are compiled before the first token. (This happens
+    in parallel unless the model is sharded over several devices.)
 
     **Arguments:**
 
@@ -58,22 +58,21 @@ def generate(
         last occurrence of their invocation tokens in the prompt, and otherwise not at all.
     - `ids`: the prompts, with any padding on the left.
     - `max_new_tokens`: the maximum number of tokens to generate.
-    - `mask`: False for elements of `ids` that are padding. Default: no padding.
-    - `eos`: the tokens at which a text ends. Default: none.
-    - `temperature`: divides the logits before sampling. Default: 0, which means greedy decoding.
+    - `mask`: False for padding in `ids`. Default: no padding.
+    - `eos`: the tokens that end a text. Default: none.
+    - `temperature`: divides the logits before sampling. Default: 0, i.e. greedy decoding.
     - `top_k`: only sample from this many of the most likely tokens. Default: all tokens.
-    - `top_p`: only sample from the most likely tokens that together have this probability. Default: all
-        tokens.
+    - `top_p`: only sample from the most likely tokens with this total probability. Default: all tokens.
     - `key`: a PRNG key for sampling.
-    - `on_token`: a function to call with the new tokens of all texts, of shape `(batch,)`, after every step.
-        You can use this for streaming. The device is already running the next step during this call.
-    - `cache`: how to store keys and values. This is either `"bfloat16"` or a codec of
-        [`quaxlike.BlockArray`][], e.g. `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and
-        head. If a codec has at most 4 bits then keys are rotated first, so that a few outliers don't cost all
-        other elements their precision. Default: the dtype of the model.
+    - `on_token`: a function to call with all texts' new tokens, of shape `(batch,)`, after every step. You
+        can use this for streaming. The device is already running the next step during this call.
+    - `cache`: how to store keys and values: either `"bfloat16"` or a codec of [`quaxlike.BlockArray`][], e.g.
+        `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. If a codec has at most 4
+        bits then keys are rotated first, so that a few outliers don't cost all other elements their
+        precision. Default: the model's dtype.
 
-    **Returns:** the new tokens, of shape `(batch, max_new_tokens)`. Texts that have ended are padded with the
-    `pad_token_id` in `config.json`, or if this is unset then with the first of `eos`.
+    **Returns:** the new tokens, of shape `(batch, max_new_tokens)`. Ended texts are padded with the
+    `pad_token_id` in `config.json`, or with the first of `eos` if this is unset.
 
     **Raises:** `ValueError` if arguments aren't consistent with each other, or with the model.
 
@@ -102,7 +101,7 @@ def generate(
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
     for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
-        # Reading a token makes us wait until it has been computed, so only do this if we need to.
+        # Reading a token waits until it has been computed, so only do this if necessary.
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -118,7 +117,7 @@ def generate(
 def _sampling(
     model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
 ) -> "_Sampling":
-    """Checks all arguments and then creates the sampler. Raises `ValueError` if they aren't consistent."""
+    """Checks all arguments and creates the sampler. Raises `ValueError` if they aren't consistent."""
     if not isinstance(model, Decoder):
         raise ValueError(f"generate takes a Decoder of `quaxlike.lm.models`; found {type(model).__name__}.")
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -156,7 +155,7 @@ def _sampling(
 
 
 class _Sampling(eqx.Module):
-    """Samples the next token. If `temperature` is None then this instead takes the most likely one."""
+    """Samples the next token, or takes the most likely one if `temperature` is None."""
 
     temperature: Array | None
     top_p: Array | None
@@ -173,8 +172,8 @@ class _Sampling(eqx.Module):
         if self.top_p is not None:
             order = jnp.sort(logits, axis=-1, descending=True)
             mass = jax.nn.softmax(order, axis=-1)
-            # Keep a token if all tokens before it have a total probability of less than `top_p`. Note that
-            # this always keeps the most likely one.
+            # Keep a token if all tokens before it have a total probability of less than `top_p`. In
+            # particular, this always keeps the most likely one.
             inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
             least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -189,14 +188,14 @@ def _tokens(
     since = _invoked_at(model, np.where(seen, ids, -1))
     made: list[Any] = []
     while len(made) < new:
-        # Some rotary frequencies change once a text exceeds a certain length. This invalidates the cache, so
-        # only run up to that point and then start again with all tokens so far.
+        # Some rotary frequencies change once a text exceeds a certain length, invalidating the cache. So only
+        # run up to that point, and then start again with all tokens so far.
         until = min([new, *(s - longest + 1 for s in model.config.switches if s >= longest + len(made))])
         part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
         reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
-        # Dispatch the next step before we read the previous token. Otherwise the device would sit idle.
+        # Dispatch the next step before reading the previous token, to keep the device busy.
         while len(made) < until:
             count = len(made)
             more = count + 1 < until
@@ -209,7 +208,7 @@ def _tokens(
 
 
 class _Structure:
-    """The PyTree structure of a model. JAX compares this at every step, so we cache its hash."""
+    """A model's PyTree structure, with a cached hash. (JAX compares this at every step.)"""
 
     def __init__(self, of: Any) -> None:
         self.of, self._hash = of, hash(of)
@@ -223,7 +222,7 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class _Leaves:
-    """A model that has already been flattened, so that we don't have to do so for every token."""
+    """An already flattened model, so as not to flatten it for every token."""
 
     def __init__(self, model: Any) -> None:
         self._leaves, structure = jax.tree.flatten(model)
@@ -244,7 +243,7 @@ class _Leaves:
 
 def _likeliest(logits: Array) -> Array:
     """As `argmax` over the last axis, but faster. (XLA doesn't vectorise its own implementation on CPUs.)"""
-    # If there is a NaN then `argmax` returns that rather than the maximum, so do the same.
+    # Return any NaN rather than the maximum, like `argmax`.
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
@@ -258,11 +257,11 @@ class _Reader:
         self._seen: Any = None
 
     def begin(self, seen: Bool[np.ndarray, "rows room"]) -> None:
-        """Clears the cache. The mask `seen` must also cover all tokens that will follow."""
+        """Clears the cache. The mask `seen` must also cover all tokens to come."""
         self.memory, self._seen = None, jnp.asarray(seen)
 
     def grow(self, room: int) -> None:
-        """Ensures that there is space for `room` tokens. Only to be used for a single unpadded row."""
+        """Ensures there is space for `room` tokens. Only use this for a single unpadded row."""
         if self.memory is None:
             self.memory = self.model.memory(room, self._cache)
         elif (more := room - _room(self.memory)) > 0:
@@ -271,15 +270,15 @@ class _Reader:
     def next(
         self, ids: Any, start: int, length: int, since: Any, sampling: _Sampling, step: int, *, more: bool
     ) -> Int[Array, " rows"]:
-        """Runs the decoder on `ids` and then samples the next token.
+        """Runs the decoder on `ids` and samples the next token.
 
         Here `ids` either has shape `(rows, tokens)`, or has one token per row. Note that the cache is
-        donated, so it is lost if we are interrupted in here.
+        donated, so an interrupt in here loses it.
 
         **Arguments:**
 
         - `start`: the position of `ids` in each row.
-        - `length`: the length of the longest row. This includes `ids` itself.
+        - `length`: the length of the longest row, including `ids` itself.
         - `since`: the position in each row from which activated LoRAs apply.
         - `more`: whether there will be another step after this one.
         """
@@ -290,18 +289,17 @@ class _Reader:
             ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
             if more:
                 self._compile_both(ids, rest)
-        # The memory is about to be donated, so make sure nobody uses it again if we are interrupted.
+        # The memory is about to be donated, so make sure nobody uses it again after an interrupt.
         self.memory = None
         token, self.memory = _next(self._leaves, ids, self._seen, memory, *rest)
         return token
 
     def _compile_both(self, ids: Any, rest: Any) -> None:
-        """Compiles the program for the prompt and the program for a single token, in parallel.
+        """Compiles the programs for the prompt and for a single token, in parallel.
 
-        This works because calling the jitted function later on will hit JAX's cache. (Except that with
-        several devices, the second program depends on how the output of the first one is sharded, so there it
-        is only compiled once it is called.) Note that both are traced on this thread, since context managers
-        are thread-local.
+        Calling the jitted function later on then hits JAX's cache. (With several devices, the second program
+        depends on the sharding of the first one's output, so there it is only compiled once called.) Context
+        managers are thread-local, so both are traced on this thread.
         """
         arrays = [leaf for leaf in jax.tree.leaves(self.model) if isinstance(leaf, jax.Array)]
         if any(len(array.sharding.device_set) > 1 for array in arrays):
@@ -319,13 +317,13 @@ def _next(
     leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """Samples the token that follows position `last` of each row in `ids` and updates the memory.
+    """Samples the token after position `last` of each row in `ids`, and updates the memory.
 
-    `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` that comes
-    after `last` is padding, which will be overwritten by later tokens.
+    `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` after `last`
+    is padding, to be overwritten by later tokens.
 
-    For a single row we don't use a batch axis (neither here nor in the memory), because batched operations
-    are slower than unbatched ones even if the batch has size one.
+    Batched operations are slower than unbatched ones even if the batch has size one, so a single row has no
+    batch axis (neither here nor in the memory).
     """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
     rows, width = ids.shape
@@ -338,7 +336,7 @@ def _next(
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
         room = _room(memory)
         seen = jnp.ones(room, bool) if seen is None else seen
-        if width > 1:  # mask out anything after `last`, which recurrent layers would take in
+        if width > 1:  # mask out anything after `last`: recurrent layers would take it in
             seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
@@ -358,11 +356,11 @@ def _next(
 
 
 class Conversation:
-    """A text that a decoder continues turn by turn, such as a chat.
+    """A text for a decoder to continue turn by turn, such as a chat.
 
     Keys and values stay cached between turns. If a text has a prefix in common with the previous one, then
-    only the tokens after this prefix need to be processed. (Activated LoRAs aren't a problem here, as they
-    don't affect the cache up to their invocation tokens.)
+    only the tokens after this prefix need to be processed. (Activated LoRAs don't affect the cache up to
+    their invocation tokens, so this works for them too.)
 
     **Arguments:**
 
@@ -394,12 +392,12 @@ class Conversation:
                 f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
             )
         self._reader, self._cache = _Reader(model, cache), cache
-        self._cached: list[int] = []  # the tokens for which we have cached keys and values
+        self._cached: list[int] = []  # the tokens with cached keys and values
         self._since = _NEVER  # the position from which activated LoRAs were applied to these
 
     @property
     def context(self) -> int:
-        """The maximum number of tokens, including any that are yet to be generated."""
+        """The maximum number of tokens, including any yet to be generated."""
         return self._reader.model.config.max_position_embeddings
 
     def answer(
@@ -417,7 +415,7 @@ class Conversation:
 
         **Arguments:** as in [`quaxlike.lm.generate`][], except that `ids` is a single text.
 
-        **Returns:** an iterator over the new tokens. This ends just before the first token that is in `eos`.
+        **Returns:** an iterator over the new tokens. This ends just before the first token in `eos`.
 
         **Raises:** `ValueError` if arguments aren't consistent with each other, or with the model.
         """
@@ -428,18 +426,18 @@ class Conversation:
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
-        """Continues with a different model that has the same base, without having to recompute the cache.
+        """Continues with a different model on the same base, without recomputing the cache.
 
-        This is useful if you have a long text and would like to ask many questions about it: process the text
-        just once and then fork a conversation for each question. It works because the cache is valid for all
-        tokens up to the position where an activated LoRA starts to apply.
+        This is useful for asking many questions about a long text: process the text just once, and then fork
+        a conversation for each question. The cache is valid for all tokens up to the position where an
+        activated LoRA starts to apply.
 
         **Arguments:**
 
         - `model`: either the base model, or the base model with activated LoRAs.
 
-        **Raises:** `ValueError` if the base isn't the same, or if either of the models has an adapter that
-        applies to all tokens.
+        **Raises:** `ValueError` if the base isn't the same, or if either model has an adapter applying to all
+        tokens.
 
         !!! example
 
@@ -469,9 +467,9 @@ class Conversation:
             raise ValueError(f"A fork takes a model on the same base: {found}.")
         kept = min(len(self._cached), self._since)
         whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
-        # If a switch lies in between, then different rotary frequencies were used to compute the cache.
+        # With a switch in between, the cache was computed with different rotary frequencies.
         if self._cached and whole and not any(kept <= x < len(self._cached) for x in model.config.switches):
-            # Make a copy, because each step donates its memory.
+            # Each step donates its memory, so make a copy.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
         return other
@@ -488,23 +486,23 @@ class Conversation:
             yield token
 
     def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
-        """Processes any tokens after the cached prefix and then samples the next token."""
+        """Processes any tokens after the cached prefix, and samples the next token."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        # A LoRA that becomes active (or inactive) at some position invalidates the cache from there on.
+        # A LoRA becoming active (or inactive) at some position invalidates the cache from there on.
         if since != self._since:
             start = min(start, since, self._since)
         if any((len(self._cached) > x) != (len(tokens) > x) for x in self._reader.model.config.switches):
             start = 0  # a text of this length uses other rotary frequencies
-        # There is no way to rewind a recurrent state, so start from scratch.
+        # A recurrent state can't be rewound, so start from scratch.
         if start < len(self._cached) and not _is_by_place(self._reader.memory):
             start, self._reader.memory = 0, None
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
-            # The number of tokens will be rounded up, so leave space for that.
+            # Leave space for rounding up the number of tokens.
             part, room = part[None], max(most, start + _rounded(len(part)))
         self._reader.grow(_rounded(room))
-        self._cached = []  # the memory is about to be donated, so it's lost if we are interrupted
+        self._cached = []  # the memory is about to be donated, so an interrupt loses it
         places, more = np.asarray([since], np.int32), len(tokens) + 1 < most
         token = self._reader.next(part, start, len(tokens), places, sampling, step, more=more)
         token = np.asarray(token).item()
@@ -517,7 +515,7 @@ def _is_memory(x: Any) -> bool:
 
 
 def _is_by_place(memory: Any) -> bool:
-    """Returns whether we can go back to any position in the memory and continue differently from there."""
+    """Returns whether the memory can be rewound to any position, to continue differently from there."""
     return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 
@@ -526,12 +524,12 @@ def _room(memory: Any) -> int:
     return first.room
 
 
-#: This is larger than any position. Used for activated LoRAs that are never invoked.
+#: Larger than any position, for activated LoRAs which are never invoked.
 _NEVER = int(np.iinfo(np.int32).max)
 
 
 def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
-    """Returns the position in each row at which the invocation tokens last occur, or `_NEVER`."""
+    """Returns the position of each row's last invocation tokens, or `_NEVER`."""
     if len(found := invocations(model)) > 1:
         raise ValueError(
             "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "

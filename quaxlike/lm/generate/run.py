@@ -28,13 +28,13 @@ _HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
 
 
 class GenerateError(ErrorAboutFiles):
-    """Raised if we cannot generate text. The message gives the reason."""
+    """Raised if text can't be generated. The message gives the reason."""
 
 
 class Clock:
-    """Counts and times the tokens that are generated.
+    """Counts and times generated tokens.
 
-    The first two steps of each text aren't timed, because each of them compiles a program.
+    The first two steps of each text each compile a program, so these aren't timed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Clock:
         self._steps, self._last = 0, 0.0
 
     def tick(self, tokens: int) -> None:
-        """Counts the tokens of one step, which was just completed."""
+        """Counts the tokens of a completed step."""
         now = time.perf_counter()
         self.tokens += tokens
         self._steps += 1
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Stream:
-    """Decodes a single text's tokens and writes out whatever is new as each one arrives."""
+    """Decodes a single text's tokens, and writes out any new characters as each one arrives."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
         self._tokenizer, self._out = tokenizer, out
@@ -66,7 +66,7 @@ class Stream:
     def add(self, token: int) -> None:
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens)
-        # A character can consist of several tokens. These decode to U+FFFD until the last one has arrived.
+        # A character can consist of several tokens, decoding to U+FFFD until the last one has arrived.
         if not text.endswith("\ufffd") and text.startswith(self.text):
             self._write(text)
 
@@ -82,7 +82,7 @@ class Stream:
 
 
 def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Clock:
-    """Continues prompts or answers messages, writing the texts to `out`. Progress is reported using `tell`.
+    """Continues prompts or answers messages. Writes texts to `out`, and reports progress using `tell`.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` if the
     model isn't a decoder, the tokeniser is corrupt, or a prompt is empty.
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # there is a weight that we can't shard evenly
+    except ValueError as error:  # a weight can't be sharded evenly
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
         raise GenerateError(
@@ -128,7 +128,7 @@ def _bytes_of_token(model: Decoder, cache: str | None) -> int:
 
 @dataclasses.dataclass
 class _Writer:
-    """Writes texts by a model, as the arguments ask for it."""
+    """Writes texts using a model, as requested by the command-line arguments."""
 
     model: Decoder
     tokenizer: TextTokenizer
@@ -143,9 +143,7 @@ class _Writer:
         self.sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p}
 
     def continue_prompts(self) -> None:
-        """Continues all prompts. A single text is streamed, but if there are several then they are written
-        once all of them are complete.
-        """
+        """Continues all prompts. A single text is streamed, but several are written once all are complete."""
         a, most, given = self.arguments, self.context, self.arguments.prompt
         try:
             prompts = [self.marks.begun(self.tokenizer.encode(text, special=False).ids) for text in given]
@@ -191,10 +189,9 @@ class _Writer:
             self.tell(f"Stopped where the context of the model ends, at {most} tokens.")
 
     def chat(self, template: ChatTemplate) -> None:
-        """Answers messages. These are either taken from `arguments.message`, or typed by the user.
+        """Answers messages, either from `arguments.message` or typed by the user.
 
-        **Raises:** `GenerateError` if the template rejects the conversation, or if the conversation is too
-        long.
+        **Raises:** `GenerateError` if the conversation is too long, or if the template rejects it.
         """
         a = self.arguments
         conversation = Conversation(self.model, cache=a.cache)
@@ -217,7 +214,7 @@ class _Writer:
     def _answer(
         self, text: str, messages: list[dict[str, str]], conversation: Conversation, template: ChatTemplate
     ) -> None:
-        """Adds a message and then generates an answer to it. The user can cut this short with Ctrl-C."""
+        """Adds a message and generates an answer to it. The user can cut this short with Ctrl-C."""
         messages.append({"role": "user", "content": text})
         try:
             prompt = template.render(messages, add_generation_prompt=True).text

@@ -1,4 +1,4 @@
-"""Language models in plain Equinox, which can load checkpoints from transformers."""
+"""Language models in plain Equinox, compatible with checkpoints from transformers."""
 
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification

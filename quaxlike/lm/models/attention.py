@@ -1,8 +1,7 @@
 """Attention for all architectures, along with its key-value cache.
 
-The cache must be updated in-place, as otherwise we would copy all of it for every token, which costs more
-than the attention itself. Note that XLA only updates a buffer in-place if nothing else reads the old buffer,
-which is what the barrier in `Memory._written` ensures.
+The cache must be updated in-place: copying it for every token costs more than the attention itself. XLA only
+updates it in-place if nothing else reads the old buffer, as ensured by the barrier in `Memory._written`.
 """
 
 import dataclasses
@@ -33,12 +32,12 @@ class Memory(AbstractMemory):
     """The key-value cache of a single layer, with space for up to `room` tokens.
 
     Keys and values are either arrays or quantised Values. If the layers are scanned over, then they share
-    arrays with a leading layer axis. (Importantly, these must be part of the scan's carry, as otherwise XLA
-    can't update them in-place.)
+    arrays with a leading layer axis. (XLA can only update these in-place if they are part of the scan's
+    carry.)
 
     Quantised caches have shape `(room, kv_heads, size)`. Plain arrays instead use `(kv_heads, size, room)`
-    for keys and `(kv_heads, room, size)` for values. In this way both products for a single query contract
-    over the second-to-last axis, which is fastest on CPUs.
+    for keys and `(kv_heads, room, size)` for values, so that both products for a single query contract over
+    the second-to-last axis. This is fastest on CPUs.
     """
 
     by_place: ClassVar = True
@@ -51,7 +50,7 @@ class Memory(AbstractMemory):
     rotates: bool = eqx.field(static=True, default=False)
     """Whether to rotate keys and queries by `hadamard`, which makes them easier to quantise to a few bits."""
     layer: Int[Array, ""] | None = None
-    """This layer's index into arrays that are stacked over layers, or None if they aren't stacked."""
+    """This layer's index into arrays stacked over layers, or None if they aren't stacked."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
@@ -62,7 +61,7 @@ class Memory(AbstractMemory):
         if scheme not in CODECS:
             known = ", ".join(["bfloat16", *CODECS])
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
-        # Create these separately rather than reusing one for both, since a buffer can only be donated once.
+        # A buffer can only be donated once, so don't reuse one for both.
         key: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         value: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         axes = (0, 1, 2)
@@ -102,7 +101,7 @@ class Memory(AbstractMemory):
         return part(self.key, self.key_axes), part(self.value, self.value_axes)
 
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
-        """Writes `new` into `old`. Returns the full array along with the part that belongs to this layer."""
+        """Writes `new` into `old`. Returns the full array along with this layer's part."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
         # Without this barrier, XLA would fuse the write with the reads below and therefore write to a copy.
@@ -162,7 +161,7 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
         if context.factor is not None:
             query = query * context.factor[:, None, None]
         if memory is not None:
-            # Rotating both of them leaves the scores unchanged, but makes the keys easier to quantise.
+            # Rotating both leaves the scores unchanged, but makes the keys easier to quantise.
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
             memory, key, value = memory.write(key, value, start, query.dtype)
@@ -180,10 +179,9 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
     """Rotates rows by a Hadamard matrix, which spreads outliers evenly over all elements.
 
-    This is useful before quantising the rows, as otherwise a few outliers would determine the scale. The
-    matrix is orthogonal, so inner products are unchanged if both sides are rotated. (If the size isn't a
-    power of two, then we instead use a block-diagonal matrix, whose block size is the largest power of two
-    that divides it.)
+    Without this, a few outliers determine the scale when quantising the rows. The matrix is orthogonal, so
+    inner products are unchanged if both sides are rotated. (If the size isn't a power of two, then the matrix
+    is block-diagonal. Its block size is the largest power of two dividing the size.)
 
     Ashkboos et al., QuaRot (2024).
     """
@@ -207,15 +205,16 @@ def attend(
 ) -> Hidden:
     """Softmax attention (Vaswani et al., 2017). Each key head can be shared by several query heads (GQA).
 
-    For up to 2¹⁹ (query, key) pairs we simply compute the full matrix of scores. Beyond that we switch to an
-    algorithm whose memory is linear in the number of tokens, including when it is differentiated.
+    Up to 2¹⁹ (query, key) pairs, this computes the full matrix of scores. Beyond that it attends blockwise,
+    with memory linear in the number of tokens, including when differentiated.
 
     If the arrays live on a mesh with an axis named seq, context or cp, then tokens are sharded along this
-    axis. Each device computes the output for its own queries, whilst keys and values are passed around all
-    devices, as in Ring Attention (Liu et al., 2023). Note that this only supports reverse-mode
-    autodifferentiation (`jax.grad`, `jax.vjp`).
+    axis. As in Ring Attention (Liu et al., 2023), each device computes the output for its own queries whilst
+    keys and values are passed around. This only supports reverse-mode autodifferentiation (`jax.grad`,
+    `jax.vjp`).
 
     Inside [`quaxlike.lm.models.attention_backend`][], the chosen kernel is used if it supports the inputs.
+
     **Arguments:**
 
     - `sight`: the attention mask.
@@ -226,7 +225,7 @@ def attend(
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    # With a cache, queries and keys belong to different tokens, so we don't shard either of them.
+    # With a cache, queries and keys belong to different tokens, so don't shard either of them.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

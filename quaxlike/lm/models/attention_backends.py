@@ -1,4 +1,4 @@
-"""Attention kernels from other libraries, and a table of what each doesn't support."""
+"""Attention kernels from other libraries, and a table of the cases each doesn't support."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from .attention_blocks import Reach, Sight
 _LANES = 128
 _EVERYTHING = Reach(None, None)
 
-# This is part of JAX's trace context, so that functions are traced again if the backend changes.
+# Part of JAX's trace context, so that functions are traced again if the backend changes.
 _asked = jax.make_user_context(default_value=None)
 
 
@@ -25,9 +25,9 @@ _asked = jax.make_user_context(default_value=None)
 def attention_backend(name: str | None) -> Iterator[None]:
     """A context manager inside which models use an attention kernel from another library.
 
-    If the kernel doesn't support its inputs then we fall back to quaxlike's own attention and emit a
-    [`quaxlike.kernels.KernelFallbackWarning`][] that gives the reason. Note that these kernels have their own
-    backward kernels, and so only support reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
+    If the kernel doesn't support its inputs, then this falls back to quaxlike's own attention and gives the
+    reason in a [`quaxlike.kernels.KernelFallbackWarning`][]. Note that these kernels have their own backward
+    kernels, and so only support reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
 
     **Arguments:**
 
@@ -86,9 +86,9 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> Callable[[Case], Array] | None:
-    """Returns the requested kernel, or None if there isn't one or it doesn't support these inputs.
+    """Returns the requested kernel if it supports these inputs, or None otherwise.
 
-    In the latter case this also emits a warning, but only once per reason.
+    Unsupported inputs also emit a warning, but only once per reason.
     """
     name = _asked.value
     if name is None:
@@ -114,7 +114,7 @@ def _has_explicit_axes(case: Case) -> bool:
 
 _Refusals = tuple[tuple[Callable[[Case], bool], str], ...]
 
-#: The cases that no kernel supports, and then those that an individual kernel doesn't support.
+#: First the cases no kernel supports, then those an individual kernel doesn't support.
 _OF_ALL: _Refusals = (
     (lambda case: case.divided, "devices share the tokens, and pass keys on"),
     (
@@ -163,12 +163,12 @@ _REFUSALS: dict[str, _Refusals] = {
 def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> Array:
     """Calls cuDNN's attention kernel.
 
-    cuDNN only accepts sequence lengths rather than a mask, so all padding is first moved to the end. It is
-    also set to zero both before and after, so that it affects neither the output nor the gradients.
+    cuDNN accepts sequence lengths rather than a mask, so first move all padding to the end. Padding is set to
+    zero both before and after, so that it affects neither the output nor the gradients.
     """
     sight, reach = case.sight, case.sight.reach
     assert reach is not None
-    # The sort is stable, so this moves padding to the end whilst keeping all other tokens in order.
+    # A stable sort, so all other tokens stay in order.
     order = jnp.argsort(~sight.seen, stable=True)
     count = jnp.maximum(jnp.sum(sight.seen, dtype=jnp.int32), 1)[None]
 

@@ -1,8 +1,8 @@
 """Softmax attention on a single device, either with all scores materialised or blockwise in linear memory.
 
 The latter attends from query blocks to key blocks using a running softmax (Milakov and Gimelshein, 2018, as
-in Dao et al., FlashAttention, 2022). The backward pass recomputes them, which means that we never store the
-scores of all (query, key) pairs.
+in Dao et al., FlashAttention, 2022). The backward pass recomputes the scores, so they are never all stored at
+once.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from ...kernels.dense_matmul import stacked_matmul
 from ...kernels.multilinear import varying_zeros
 from .layers import has_values
 
-# The maximum number of (query, key) pairs for which we materialise all scores. Beyond this we go blockwise.
+# The maximum number of (query, key) pairs for which to materialise all scores. Beyond this, go blockwise.
 _ALL_AT_ONCE = 2**19
-# On CPUs, we handle a single query by direct summation rather than matrix multiplication. However this reads
-# the keys again for every query head, so it's only worth it for up to this many query heads per key head.
+# On CPUs, handle a single query by direct summation rather than matrix multiplication. This reads the keys
+# again for every query head, so it's only worth it for up to this many query heads per key head.
 _MOST_SUMMED = 8
 _BLOCK = 512  # number of queries or keys per block
 
@@ -30,23 +30,23 @@ _BLOCK = 512  # number of queries or keys per block
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """The attention window before and after each token. None means that the window is unlimited."""
+    """The attention window before and after each token. None means unlimited."""
 
     before: int | None
     after: int | None
 
 
 class Sight(NamedTuple):
-    """The attention mask. Queries attend to non-padding keys that are in their window and their segment.
+    """The attention mask. Queries attend to non-padding keys in their window and segment.
 
     **Attributes:**
 
     - `places`: the position of each query amongst the keys.
-    - `seen`: False for keys that are padding.
+    - `seen`: False for padding.
     - `before`, `after`: the size of the window before and after each query.
     - `texts`: the segment ids of queries and keys, or None if there is only one segment.
-    - `reach`: the window as static integers, which some kernels require. This is None if the window is
-        dynamic, or if queries and keys belong to different tokens.
+    - `reach`: the window as static integers, required by some kernels. None if the window is dynamic, or if
+        queries and keys belong to different tokens.
     """
 
     places: Int[Array, " tokens"]
@@ -66,7 +66,7 @@ class Sight(NamedTuple):
         after: int | None = None,
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
-        """Creates a mask. By default every key is also a query, and the window is unlimited."""
+        """Creates a mask. By default, every key is also a query and the window is unlimited."""
 
         def far(reach: Any) -> Any:
             return jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
@@ -78,29 +78,29 @@ class Sight(NamedTuple):
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
         """Materialises the mask as a matrix of shape `(tokens, seen)`.
 
-        `first` is the position of the first key, which is nonzero if the keys are one of many blocks.
+        `first` is the position of the first key: nonzero if the keys are one of many blocks.
         """
         distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
         mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Returns whether the keys from `first` to `last` are outside the window of every query.
+        """Returns whether the keys from `first` to `last` are outside every query's window.
 
-        Note that this only depends on positions. These aren't batched, so under `jax.vmap` a `lax.cond` on
-        the result is still a branch rather than a `select`.
+        This only depends on positions. They aren't batched, so under `jax.vmap` a `lax.cond` on the result is
+        still a branch rather than a `select`.
         """
         return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
 
 
 class Sums(NamedTuple):
-    """A running softmax, i.e. sums over the keys that have been processed so far, for each query.
+    """A running softmax, i.e. each query's sums over the keys processed so far.
 
     **Attributes:**
 
     - `total`: the weighted sum of values, `(kv_heads, group, tokens, size)`.
     - `weight`: the sum of weights.
-    - `most`: the maximum score. We subtract this from all scores before exponentiating, to avoid overflow.
+    - `most`: the maximum score. To avoid overflow, this is subtracted from scores before exponentiating.
     """
 
     total: Float[Array, "kv_heads group tokens size"]
@@ -109,7 +109,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, query: Array, key: Array, value: Array, sinks: Any) -> "Sums":
-        """Initialises the sums. Each sink (if there are any) contributes a weight but no value."""
+        """Initialises the sums. Sinks (if any) contribute a weight but no value."""
         heads = (*query.shape[1:3], len(query))
         zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
         weight = zeros[..., 0]
@@ -117,7 +117,7 @@ class Sums(NamedTuple):
         return cls(zeros, weight if sinks is None else jnp.exp(sinks - most), most)
 
     def plus(self, scores: Array, value: Array) -> "Sums":
-        # Mathematically the result doesn't depend on which maximum we subtract, so don't differentiate it.
+        # Mathematically the result doesn't depend on the maximum subtracted, so don't differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
         rounded = weights.astype(value.dtype)
@@ -126,7 +126,7 @@ class Sums(NamedTuple):
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
     def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
-        """Returns the weighted mean of the values, once all keys have been added."""
+        """Computes the weighted mean of the values, once all keys have been added."""
         out = self.total / self.positive_weight[..., None]
         return jnp.moveaxis(out, 2, 0).astype(dtype)
 
@@ -152,8 +152,8 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
 class _Products(NamedTuple):
     """The two products in attention.
 
-    `scores` multiplies queries by keys, which results in shape `(kv_heads, group, tokens, seen)`. `means`
-    multiplies weights by values.
+    `scores` multiplies queries by keys, giving shape `(kv_heads, group, tokens, seen)`. `means` multiplies
+    weights by values.
     """
 
     scores: Callable[[Array, Array], Array]
@@ -173,10 +173,10 @@ def _product(
 ) -> Float[Array, "..."]:
     """Computes `jnp.einsum(subscripts, x, y)`, where `y` has shape `(seen, kv_heads, size)`.
 
-    For bfloat16 keys from a cache on a CPU we use `by_heads`, to which we pass `y` with shape
-    `(kv_heads, seen, size)`. XLA only has fast products for matrices whose rows are contiguous, and computes
-    any others element by element. The barrier keeps it from undoing the transposition. If there are as many
-    keys as queries (as in training), then XLA chooses the layout of both, and its gradients are faster.
+    For bfloat16 keys from a cache on a CPU, this calls `by_heads` with `y` of shape `(kv_heads, seen, size)`.
+    XLA only has fast products for matrices with contiguous rows, and computes any others element by element.
+    The barrier keeps it from undoing the transposition. If there are as many keys as queries (as in
+    training), then XLA chooses the layout of both, and its gradients are faster.
     """
     plain = functools.partial(jnp.einsum, subscripts)
     if tokens == len(y) or y.dtype != jnp.bfloat16 or has_values((x, y)):
@@ -209,8 +209,7 @@ def _means(weights: Array, value: Array) -> Array:
 
 
 _DOTS = _Products(_scores, _means)
-# For a single query we use direct summation, because XLA's CPU dot would convert and transpose its operands
-# first.
+# Direct summation, for a single query. XLA's CPU dot would convert and transpose its operands first.
 _OF_ONE = _Products(_scores_of_one, _means_of_one)
 
 
@@ -219,8 +218,8 @@ def scores_of(
 ) -> Array:
     """Computes scores in float32, with shape `(kv_heads, group, tokens, seen)`.
 
-    Masked entries are set to the most negative finite number. Infinity would produce NaNs in rows for which
-    everything is masked.
+    Masked entries are set to the most negative finite number. Infinity would produce NaNs in fully-masked
+    rows.
     """
     scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
     if softcap:
@@ -245,13 +244,13 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Computes attention blockwise. Blocks of keys that no query in a block can attend to are skipped."""
+    """Computes attention blockwise, skipping key blocks outside the windows of a query block."""
     tokens, keys = len(query), len(key)
     texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
     of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
     of_keys = jax.tree.map(in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
 
-    # Rematerialise both loops. Without this, the scores of every block would be stored for the backward pass.
+    # Rematerialise both loops: otherwise the scores of every block are stored for the backward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(queries: Any) -> Array:
         query, places, text = queries
@@ -276,7 +275,7 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
 def in_blocks(x: Array) -> Array:
     """Splits the leading axis into blocks of equal size, padding the last one if necessary.
 
-    Integers are padded by repeating the last row, because positions have to remain sorted. Everything else is
+    Positions have to remain sorted, so integers are padded by repeating the last row. Everything else is
     padded with zeros.
     """
     count = -(-len(x) // _BLOCK)
@@ -288,5 +287,5 @@ def in_blocks(x: Array) -> Array:
 
 
 def out_of_blocks(x: Array, count: int) -> Array:
-    """Inverts `in_blocks`, i.e. concatenates the blocks and drops all but the first `count` rows."""
+    """Inverts `in_blocks`: concatenates the blocks and keeps the first `count` rows."""
     return x.reshape(-1, *x.shape[2:])[:count]

@@ -1,4 +1,4 @@
-"""BERT. We load weights by name, which is why fields are named as in transformers' checkpoints."""
+"""BERT. Weights are loaded by name, so fields are named as in transformers' checkpoints."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -88,7 +88,7 @@ class BertOutput(eqx.Module):
 class BertAttention(eqx.Module):
     """Self-attention, including its output projection.
 
-    In the checkpoint there is a field called `self`, so methods use `this` to refer to the instance.
+    Checkpoints have a field called `self`, so methods use `this` to refer to the instance.
     """
 
     self: BertSelfAttention
@@ -118,7 +118,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """A BERT encoder, which returns one vector for each token. (Pooling them is left to the caller.)"""
+    """A BERT encoder, returning one vector for each token. (Pooling them is left to the caller.)"""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -171,7 +171,7 @@ class AbstractBertClassifier(AbstractClassifier):
     classifier: eqx.nn.Linear
     labels: Labels = eqx.field(static=True)
     new_pooler: bool = eqx.field(static=True)
-    """Whether the pooler isn't the checkpoint's. If so, it is trained in full like the layer behind it."""
+    """Whether the pooler isn't the checkpoint's. If so, it is trained in full, like the classifier."""
 
     def __init__(self, config: BertConfig, *, key: Any) -> None:
         self.new_pooler = False
@@ -194,19 +194,19 @@ class AbstractBertClassifier(AbstractClassifier):
 
 
 class BertForSequenceClassification(AbstractBertClassifier):
-    """A BERT classifier that computes the class logits of a whole text."""
+    """Computes the class logits of a whole text, using BERT."""
 
     def __call__(
         self, ids: Ids, seen: Seen | None = None, types: Ids | None = None
     ) -> Float[Array, " classes"]:
-        # The pooler only looks at the first token, which is [CLS].
+        # The pooler only looks at the first token, i.e. [CLS].
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
 
 
 class BertForTokenClassification(AbstractBertClassifier):
-    """A BERT classifier that computes the class logits of each token in a text."""
+    """Computes the class logits of each token in a text, using BERT."""
 
     of_tokens: ClassVar[bool] = True
 

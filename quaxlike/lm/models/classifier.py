@@ -9,7 +9,7 @@ from ..folders.labels import Labels
 
 
 class AbstractClassifier(eqx.Module):
-    """Abstract base class for models that compute a logit for each label."""
+    """Abstract base class for models computing a logit for each label."""
 
     labels: eqx.AbstractVar[Labels]
     of_tokens: ClassVar[bool] = False
@@ -23,7 +23,7 @@ class AbstractClassifier(eqx.Module):
     @property
     @abc.abstractmethod
     def head_parts(self) -> tuple[str, ...]:
-        """The submodules that were added to the underlying encoder or decoder, and so are trained in full."""
+        """The submodules added to the underlying encoder or decoder, and so trained in full."""
 
     @property
     @abc.abstractmethod
@@ -31,5 +31,5 @@ class AbstractClassifier(eqx.Module):
         """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
 
     def entries(self) -> dict[str, Any]:
-        """Returns the entries of `config.json` that describe the classification head."""
+        """Returns the `config.json` entries describing the classification head."""
         return {"architectures": [self.architecture], **self.labels.entries()}

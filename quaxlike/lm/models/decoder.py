@@ -1,9 +1,9 @@
-"""The decoder-only transformer. There is a single model for every architecture in the table.
+"""The decoder-only transformer: a single model for every architecture in the table.
 
-Arrays are named as in transformers' checkpoints, so that we don't need to translate names when loading them.
-Tokens only attend to earlier tokens in the same segment. Importantly, the mask, the positions and the cache
-must always be consistent with each other: otherwise generating a text token by token would give different
-results to calling the model once on the whole text.
+Arrays are named as in transformers' checkpoints, so that loading doesn't need to translate names. Tokens only
+attend to earlier tokens in the same segment. The mask, the positions and the cache must always be consistent
+with each other: otherwise generating a text token by token gives different results to calling the model once
+on the whole text.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _OTHERS = f"{OF_EXPERTS} {OF_LAYER} layer_scalar"
 
 class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {_OTHERS}"):
     role: str = eqx.field(static=True)
-    """The name of the field that contains the mixer."""
+    """The name of the field containing the mixer."""
 
     def __init__(self, config: DecoderConfig, i: int, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
@@ -69,7 +69,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {_OTH
     def __call__(
         self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
     ) -> tuple[Hidden, AbstractMemory | None]:
-        # If an architecture doesn't have one of these norms, then its name is empty.
+        # Norms missing from an architecture have an empty name.
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
@@ -85,7 +85,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)} {_OTH
 
 
 class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
-    """A decoder without its output layer. That is, everything up to and including the final norm."""
+    """A decoder without its output layer, i.e. everything up to and including the final norm."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -111,11 +111,11 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
     ) -> tuple[Hidden, Any]:
         """Computes the hidden states of the tokens at position `start` onwards and updates the memory.
 
-        `seen` is False for padding. If there is a memory (see `Decoder.memory`) then it covers all positions
-        in there, and otherwise only the positions in `ids`. It's okay for `ids` to end in padding, but it
-        must then be masked out, as not every mixer can overwrite a token that it has already consumed.
+        `seen` is False for padding. It covers all positions in the memory (see `Decoder.memory`) if there is
+        one, and otherwise those in `ids`. If `ids` ends in padding then this must be masked out: not every
+        mixer can overwrite a token it has already consumed.
 
-        Some rotary frequencies depend on the text's `length`, which defaults to the number of unmasked
+        Some rotary frequencies depend on the text's `length`. By default this is the number of unmasked
         tokens. `segments` is as in `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
@@ -128,7 +128,7 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and c.switches:
-            length = _largest_of_batch(last + 1)  # as in transformers, a batch shares its frequencies
+            length = _largest_of_batch(last + 1)  # texts in a batch share frequencies, as in transformers
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
         kinds, inputs = [int(window) for window in c.windows], inputs_of_layers(self, ids, x)
@@ -157,8 +157,7 @@ class Body(Part, roles=f"embed_tokens wpe layers norm {OF_BODY}"):
     ) -> list[Context]:
         """Creates the contexts for layers with full attention and (if any) layers with sliding windows.
 
-        Everything in here is the same for all layers of one kind, and so only needs to be computed once.
-        `places` is as in `Sight.of`.
+        All layers of one kind share a context, so compute it just once. `places` is as in `Sight.of`.
         """
         c = self.config
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
@@ -176,7 +175,7 @@ _D = TypeVar("_D", bound="AbstractDecoder")
 
 
 class AbstractDecoder(Part, roles="model"):
-    """Abstract base class for decoders, which differ only in their output layer."""
+    """Abstract base class for decoders. Subclasses differ only in their output layer."""
 
     def hidden(self, ids: Ids, seen: Seen | None = None, segments: Ids | None = None) -> Hidden:
         """Computes the final hidden states of a text, or of several texts packed into a single row.
@@ -205,27 +204,27 @@ class AbstractDecoder(Part, roles="model"):
         return self.body.part("layers")
 
     def stacked(self: _D) -> _D:
-        """Stacks all layers into a single one, which is then scanned over. See [`quaxlike.stack_layers`][].
+        """Stacks all layers into a single one to scan over. See [`quaxlike.stack_layers`][].
 
-        This compiles much faster, so it's what `quaxlike.lm.finetune` uses. For generation you should prefer
-        a list, because a scan copies each layer's weights out of the stack. If there's just one token then
-        this copy is more expensive than the matrix-vector products themselves.
+        This compiles much faster, so `quaxlike.lm.finetune` uses it. For generation you should prefer a list:
+        a scan copies each layer's weights out of the stack, and with just one token this is more expensive
+        than the matrix-vector products themselves.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self: _D) -> _D:
-        """Inverts `stacked`. Returns a model with a list of layers, whose names match the checkpoint."""
+        """Inverts `stacked`. The layers become a list again, with the same names as in the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self: _D, change: Any) -> _D:
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:
-        """Returns which layers [`quaxlike.balance`][] can fold into which others. See `Family.folds`."""
+        """Maps layers to the consumers of their output, for [`quaxlike.balance`][]. See `Family.folds`."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
-        """Lists the checkpoint tensors that make up an array. (Stacked experts have several.)"""
+        """Lists the checkpoint tensors making up an array. (Stacked experts have several.)"""
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -238,13 +237,13 @@ class AbstractDecoder(Part, roles="model"):
 
 
 class Decoder(AbstractDecoder, roles="model lm_head"):
-    """A causal language model, which computes next-token logits for every token in a text.
+    """A causal language model, computing next-token logits for every token in a text.
 
     Its structure is determined by `config.json` along with the table of architectures
-    (`quaxlike.lm.FAMILIES`). Arrays are named as in transformers, except that experts are stacked.
+    (`quaxlike.lm.FAMILIES`). Arrays are named as in transformers, but experts are stacked.
 
-    Note that if the output layer is tied to the embedding then `lm_head` is None. Both share a single array
-    in this case, and any adapter for it applies to both.
+    If the output layer is tied to the embedding, then `lm_head` is None. Both share a single array in this
+    case, and any adapter for it applies to both.
 
     !!! example
 
@@ -289,7 +288,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
         """Applies the output layer.
 
-        **Raises:** `ValueError` if there isn't one, as is the case for decoders from sentence-transformers.
+        **Raises:** `ValueError` if there isn't one, e.g. in decoders from sentence-transformers.
         """
         head = self.part("lm_head")
         if self.config.headless:
@@ -309,7 +308,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the model's
             dtype.
 
-        **Returns:** a PyTree. (To find out how much memory this takes, call [`quaxlike.summary`][] on it.)
+        **Returns:** a PyTree. (Call [`quaxlike.summary`][] on it to find out its size.)
         """
         c, dtype = self.config, self.embedding.dtype
 
@@ -321,25 +320,25 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
         if isinstance(self.layers, list):
             return [empty(c.mixers[i]) if i == source else None for i, source in enumerate(c.sources)]
-        # All layers have the same mixer if they are scanned over, so their memories can be stacked too.
+        # Scanned layers all have the same mixer, so their memories can be stacked too.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":
-        """Unties the output layer from the embedding. Initially, its weight is still the same array."""
+        """Unties the output layer from the embedding. Initially its weight is still the same array."""
         if self.part("lm_head") is not None:
             return self
-        # We are about to replace the weight, so don't actually initialise it.
+        # The weight is about to be replaced, so don't actually initialise it.
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
-    """Returns a function that maps a layer's kind to its context.
+    """Returns a function mapping a layer's kind to its context.
 
-    If all layers have the same kind, then their window is static. However even then we index into stacked
-    contexts. Without this, XLA would notice that the masks for all blocks only depend on the context, hoist
-    them out of the loop over layers, and keep them all in memory.
+    If all layers have the same kind, then their window is static. Even then this indexes into stacked
+    contexts: otherwise XLA sees the masks for all blocks are loop-invariant, hoists them out of the loop over
+    layers, and keeps them all in memory.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
@@ -352,7 +351,7 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """Computes each token's position within its segment, along with the largest such position."""
+    """Computes each token's position within its segment, along with the largest one."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)
@@ -366,9 +365,9 @@ def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " roo
 
 @jax.custom_batching.custom_vmap
 def _largest_of_batch(x: Any) -> Any:
-    """The identity function, except that under `jax.vmap` it returns the maximum over the batch.
+    """The identity function, or under `jax.vmap` the maximum over the batch.
 
-    This is used to share rotary frequencies between all texts in a batch.
+    All texts in a batch share their rotary frequencies in this way.
     """
     return x
 

@@ -1,4 +1,4 @@
-"""Decoders with a classification head for either texts or tokens. Reward models are done this way too."""
+"""Decoders with a classification head for either texts or tokens. Reward models are of this kind too."""
 
 from typing import Any, ClassVar
 
@@ -75,8 +75,8 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier):
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
         """Returns the position of the last token.
 
-        As in transformers, this means the last token that isn't the padding token. Note that if a text really
-        ends in the padding token, then this token is skipped as well.
+        As in transformers, this is the last token other than the padding token. A padding token is skipped
+        even if the text really ends in it.
         """
         counts = seen & (ids != self.config.pad_token_id)
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))

@@ -1,4 +1,4 @@
-"""Parses a decoder's `config.json` into the entries that we use, plus some values derived from them."""
+"""Parses a decoder's `config.json` into the entries used here, plus values derived from them."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ def is_text_tower(config: Mapping[str, Any]) -> bool:
 
 
 def is_tied_by_default(config: Mapping[str, Any]) -> bool:
-    """Returns whether a multimodal model ties its output layer because its `config.json` doesn't say."""
+    """Returns whether a multimodal model's output layer is tied just because `config.json` doesn't say."""
     whole = _whole_of(config)
     return whole is not None and MULTIMODAL[whole].tied and config.get("tie_word_embeddings") is None
 
@@ -55,9 +55,9 @@ _OF_WHOLE = (
 
 
 def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
-    """Warns about entries that we don't read, either in the `whole` file or in the decoder's part (`config`).
+    """Warns about unread entries, either in the `whole` file or in the decoder's part (`config`).
 
-    Any of these might change what the model computes, so we shouldn't just ignore them.
+    Any of these may change what the model computes, so don't silently ignore them.
     """
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
@@ -82,7 +82,7 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
         )
 
 
-# Entries that describe the other parts of a multimodal model, e.g. its vision tower.
+# Entries for the other parts of a multimodal model, e.g. its vision tower.
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
     *("projector_hidden_act", "multimodal_projector_bias"),
@@ -119,7 +119,7 @@ class DecoderConfig(Config):
     attention_multiplier: float | int = 0
     """The factor to multiply attention scores by. 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
-    """The number by which to divide the logits."""
+    """The number to divide the logits by."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -128,23 +128,23 @@ class DecoderConfig(Config):
     swiglu_limit: float | int = 7.0
     global_head_dim: int = 0
     """The head size in layers without a window. This and the next entry are 0 if a family uses the same
-    heads in all of its layers."""
+    heads in all layers."""
     num_global_key_value_heads: int = 0
     attention_k_eq_v: bool = False
-    """Whether layers without a window also use their keys as values, instead of having a `v_proj`."""
+    """Whether layers without a window use their keys as values, instead of having a `v_proj`."""
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
-    """Whether the feed-forward layer is twice as wide in layers that read another layer's keys and values."""
+    """Whether the feed-forward layer is twice as wide in layers reading another layer's keys and values."""
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether there is no output layer, as is the case for the body of a decoder (transformers' `AutoModel`)
-    and for embedding models from sentence-transformers."""
+    """Whether there is no output layer, as in the body of a decoder (transformers' `AutoModel`) and in
+    embedding models from sentence-transformers."""
     body_name: str = ""
     """The decoder's module path inside transformers' model, if it is only one part there."""
     head: str = ""
-    """The class name's suffix in transformers, which is empty for a causal language model."""
+    """The class name's suffix in transformers. Empty for a causal language model."""
     labels: Labels = UNNAMED
     """A classifier's labels."""
     token_classification_bias: bool = True
@@ -154,20 +154,20 @@ class DecoderConfig(Config):
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window. Layers that do attend only to the last `sliding_window`
-    tokens (0 for all), and have a separate rotary embedding."""
+    """Whether each layer uses a sliding window. If so, it attends only to the last `sliding_window` tokens (0
+    for all), and has a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
-    """Each layer's mixer, given as a key of `MIXERS`."""
+    """Each layer's mixer, as a key of `MIXERS`."""
     sources: tuple[int, ...] = ()
-    """The index of the layer whose memory each layer reads. This is usually the layer itself, but some layers
+    """The index of the layer whose memory each layer reads. Usually this is the layer itself, but some layers
     of Gemma 4 read an earlier one instead."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """The integer-valued entries that mixers use."""
+    """Integer-valued entries for the mixers."""
     sparse: tuple[bool, ...] = ()
     """Whether each layer is a mixture of experts."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings: first for layers without a window, then for those with one. This is empty if
-    positions are learned."""
+    """The rotary embeddings: first for layers without a window, then for those with one. Empty if positions
+    are learned."""
 
     @property
     def family(self) -> Family:
@@ -175,21 +175,21 @@ class DecoderConfig(Config):
 
     @property
     def writes(self) -> bool:
-        """Whether there is an output layer that writes tokens, which can be tied to the embedding."""
+        """Whether the output layer writes tokens, and so can be tied to the embedding."""
         return not self.head and not self.headless
 
     @property
     def switches(self) -> list[int]:
-        """The lengths of text beyond which a rotary embedding has other frequencies."""
+        """The text lengths beyond which a rotary embedding has other frequencies."""
         return [rope.switch for rope in self.ropes if rope.long is not None]
 
     def mlp_size(self, layer: int) -> int:
-        """Returns the size of a feed-forward layer without experts."""
+        """The size of a feed-forward layer without experts."""
         is_wide = self.use_double_wide_mlp and self.sources[layer] != layer
         return self.intermediate_size * (2 if is_wide else 1)
 
     def size(self, entry: str) -> int:
-        """Looks up an integer-valued entry that mixers use."""
+        """Looks up an integer-valued entry for the mixers."""
         return dict(self.sizes)[entry]
 
     def known_entries(self) -> set[str]:
@@ -202,7 +202,7 @@ class DecoderConfig(Config):
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Parses a `config.json` from transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` if the architecture is unknown, or if a value isn't supported.
+        **Raises:** `UnsupportedConfigError` if the architecture is unknown or a value isn't supported.
         """
         names = config.get("architectures")
         heads = {name: (name, "") for name in FAMILIES} | classifiers()
@@ -215,11 +215,11 @@ class DecoderConfig(Config):
         architecture, head = known[found[0]]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
-        # Some entries only have an effect for a few families, so we drop them for all other ones.
+        # Some entries only matter for a few families, so drop them for all others.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
-        # These fields are derived and can't be set in a file, so we drop any entries that have the same name.
+        # Derived fields can't be set in a file, so drop any entries of the same name.
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sources", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
@@ -247,7 +247,7 @@ class DecoderConfig(Config):
             intermediate_size=out.intermediate_size or 4 * out.hidden_size,
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
-        # These have no effect on their own.
+        # Neither has an effect on its own.
         out = dataclasses.replace(
             out,
             use_double_wide_mlp=out.use_double_wide_mlp and out.num_kv_shared_layers > 0,
@@ -272,7 +272,7 @@ class DecoderConfig(Config):
         )
 
 
-# Entries that we read but that don't have a field of their own.
+# Entries read above, but without a field of their own.
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
@@ -283,10 +283,10 @@ _DERIVED = (
 
 
 def _of_global_layers(fields: Mapping[str, Any], windows: tuple[bool, ...], label: str) -> dict[str, Any]:
-    """Reads the head sizes of layers that don't have a window.
+    """Reads the head sizes of layers without a window.
 
-    Older versions of transformers write these as two entries, and newer ones as a `per_layer_config`. Any
-    that are missing are the same as in layers with a window.
+    Older versions of transformers write two entries, and newer ones a `per_layer_config`. Any missing values
+    are the same as in layers with a window.
     """
     if "global_head_dim" not in fields:
         return {}
@@ -306,7 +306,7 @@ def _of_global_layers(fields: Mapping[str, Any], windows: tuple[bool, ...], labe
 
 
 def _of_each_layer(fields: Mapping[str, Any], windows: tuple[bool, ...], label: str) -> Mapping[str, Any]:
-    """Returns the entries that `per_layer_config` has for each layer without a window."""
+    """Returns the entries of `per_layer_config`, which are the same for each layer without a window."""
     layers, told = fields["per_layer_config"], "head_dim and num_key_value_heads of layers without a window"
     if not isinstance(layers, Mapping):
         raise refused("per_layer_config", layers, label, told)
@@ -334,7 +334,7 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
         first = whole(fields, "max_window_layers", 28, label)
         found = [i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers]
     else:
-        # Every layer has a window except for each `every`-th one. (And 0 means that there are no exceptions.)
+        # Every layer has a window except for each `every`-th one. (0 means no exceptions.)
         every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
         found = [not every or (i + 1) % every != 0 for i in layers]
     return (*found[:-1], False) if family.ends_global else tuple(found)
@@ -377,7 +377,7 @@ def _mixers(
 def _shared(
     config: DecoderConfig, mixers: tuple[str, ...], label: str
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Finds which of the last layers read the keys and values of an earlier layer.
+    """Finds which of the last layers read the keys and values of an earlier one.
 
     Returns the mixers of all layers along with their `sources`.
     """
@@ -440,12 +440,12 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
         return (rope, read(sliding)) if windows else (rope,)
     if config.family.unrotated:
         rope = read(full)
-        # If all frequencies are zero then tokens aren't rotated at all.
+        # Zero frequencies, i.e. no rotation.
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(map(read, [full, sliding] if windows else [full]))
 
 
-# Sizes that depend on the kind of layer, and that can be given in several ways.
+# Sizes that depend on the kind of layer, and can be given in several ways.
 _OF_KINDS = (
     *("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
     *("num_kv_shared_layers", "use_double_wide_mlp", "intermediate_size"),
@@ -453,7 +453,7 @@ _OF_KINDS = (
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills in the default values that the architecture has for entries missing from a configuration."""
+    """Fills in the architecture's default values for entries missing from a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     if not names:
         return dict(config)

@@ -1,6 +1,6 @@
-"""Experts next to a feed-forward layer, rather than in place of it. This is used by Gemma 4.
+"""Experts next to a feed-forward layer, rather than in place of it, as in Gemma 4.
 
-Both have the same input, but norms of their own before and after.
+Both have the same input, but their own norms before and after.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _BEFORE, _AFTER_MLP, _AFTER = (
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
 )
-#: The names of the parts that are added to each layer.
+#: The names of the parts added to each layer.
 OF_LAYER = f"router experts {_BEFORE} {_AFTER_MLP} {_AFTER}"
 
 
@@ -34,14 +34,14 @@ class Router(Part, roles="proj scale per_expert_scale"):
         c, factor = self.config, self.part("scale") * self.config.hidden_size**-0.5
         x = normalised(x, c.rms_norm_eps) * factor.astype(x.dtype)[None]
         chosen, share = route(each(self.part("proj"), x), c)
-        # On meshes with explicit axes, indexing would have to say how its result is sharded.
+        # Don't use indexing: on meshes with explicit axes, this needs the sharding of its result.
         is_chosen = chosen[..., None] == jnp.arange(c.num_local_experts)[None, None]
         scale = jnp.sum(jnp.where(is_chosen, self.part("per_expert_scale")[None, None], 0), axis=-1)
         return chosen, share * scale.astype(share.dtype)
 
 
 def of_layer(config: DecoderConfig, layer: int, key: Any) -> dict[str, Any]:
-    """Initialises a layer's additional parts. Returns `{}` if it has no experts next to another layer."""
+    """Initialises a layer's additional parts. Returns `{}` if it has no experts of this kind."""
     if not (config.family.experts_beside and config.sparse[layer]):
         return {}
     first, last = jax.random.split(key)
@@ -50,7 +50,7 @@ def of_layer(config: DecoderConfig, layer: int, key: Any) -> dict[str, Any]:
 
 
 def with_experts(layer: Part, x: Hidden, y: Hidden) -> Hidden:
-    """Adds the output of the experts for the input `x` to the output `y` of the feed-forward layer."""
+    """Adds the experts' output for the input `x` to the feed-forward layer's output `y`."""
     experts = layer.part("experts")
     if experts is None:
         return y

@@ -1,8 +1,7 @@
 """Feed-forward layers: plain MLPs, gated MLPs, and mixtures of experts.
 
-The matrices of all experts are stacked, so that we can quantise or shard them in a single operation. Note
-that we must never materialise the features for every (token, expert) pair, because these would not fit into
-memory.
+All experts' matrices are stacked, so that they can be quantised or sharded in a single operation. Never
+materialise the features for every (token, expert) pair: these don't fit into memory.
 """
 
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
 
 class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
-    """A mixture of experts. Optionally this also has a shared expert, as in Qwen2-MoE."""
+    """A mixture of experts, optionally with a shared expert as in Qwen2-MoE."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -71,7 +70,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
 
 
 class Experts(eqx.Module):
-    """The experts of a layer, stacked as `(experts, out, in)`, or as `(experts, in, out)` for GPT-OSS."""
+    """A layer's experts, stacked as `(experts, out, in)`, or as `(experts, in, out)` for GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]
@@ -98,17 +97,17 @@ class Experts(eqx.Module):
 
     @property
     def weight_layouts(self) -> dict[str, str]:
-        """The layout of each stacked weight, which is looked up by `quaxlike.layouts`."""
+        """The layout of each stacked weight, for `quaxlike.layouts`."""
         return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Applies the chosen experts to each token and computes the weighted sum over their outputs.
+        """Applies the chosen experts to each token and computes the weighted sum of their outputs.
 
         If the experts are sharded evenly over a mesh (see [`quaxlike.lm.expert_parallel`][]), then each
-        device applies its own experts to all tokens, and the results are combined in a single all-reduce.
-        In this way we only ever communicate activations, not weights.
+        device applies its own experts to all tokens, followed by a single all-reduce. Only activations are
+        communicated, never weights.
         """
         count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
         axis = None if mesh is None else expert_axis(mesh, count)
@@ -136,9 +135,9 @@ class Experts(eqx.Module):
     def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
         """Computes the weighted sum over the `count` experts on this device.
 
-        We have two algorithms for this. If there are only a few tokens (typically when decoding), then we
-        index into the stacks once for each (token, expert) pair. Otherwise we loop over all experts and apply
-        each one to every token, with a weight of 0 if it wasn't chosen. Both work for any type of weight.
+        For only a few tokens (typically when decoding), this indexes into the stacks once for each (token,
+        expert) pair. Otherwise it loops over all experts and applies each one to every token, with a weight
+        of 0 if it wasn't chosen. Both work for any type of weight.
         """
         tokens, choices = chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)
@@ -161,7 +160,7 @@ class Experts(eqx.Module):
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _one(self, x: Hidden) -> Hidden:
-        """Applies a single expert, i.e. the weights must not have a leading axis here."""
+        """Applies a single expert. Weights must not have a leading axis here."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
         if self.config.family.interleaved:  # the variant of SwiGLU in GPT-OSS
             limit = self.config.swiglu_limit
@@ -180,10 +179,10 @@ class Experts(eqx.Module):
 def route(
     logits: Float[Array, "tokens experts"], config: DecoderConfig
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-    """Selects the experts for each token, along with the weight of each.
+    """Selects the experts for each token, along with their weights.
 
-    If weights are normalised then the softmax is only over the logits that were chosen. In particular this
-    means that all other logits have a gradient of zero.
+    If weights are normalised then the softmax is only over the chosen logits. In particular, all other logits
+    have a gradient of zero.
     """
     scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
     share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)

@@ -1,8 +1,8 @@
 """Gated DeltaNet: linear attention using the delta rule with decay.
 
-Each layer has a state of fixed size, so unlike in attention the cost per token doesn't depend on how many
-tokens came before. For each token we first look up the value that the state predicts for its key, correct
-this towards the actual value, and then read from the state.
+Each layer has a state of fixed size, so unlike in attention the cost per token doesn't depend on the number
+of previous tokens. Each token looks up the value predicted by the state for its key, corrects this towards
+the actual value, and then reads from the state.
 
 Yang et al., Gated Delta Networks (2024), as in Qwen3-Next and Qwen3.5.
 """
@@ -24,11 +24,11 @@ from .decoder_config import DecoderConfig
 from .layers import Hidden, each
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-_CHUNK = 64  # tokens per triangular solve. Note that the work inside a chunk is quadratic in this.
+_CHUNK = 64  # tokens per triangular solve. The work inside a chunk is quadratic in this.
 
 
 class RecurrentState(AbstractMemory):
-    """The recurrent state of one layer: a matrix for each head, and the latest inputs to the convolution.
+    """A layer's recurrent state: a matrix for each head, and the latest inputs to the convolution.
 
     If layers are scanned over, then both arrays have a leading layer axis.
     """
@@ -63,7 +63,7 @@ class RecurrentState(AbstractMemory):
 
 
 class _Sizes:
-    """The number of heads and their sizes, which are derived from the configuration."""
+    """The number of heads and their sizes, derived from the configuration."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.width = config.size("linear_conv_kernel_dim")
@@ -103,11 +103,10 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
     @abc.abstractmethod
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
-        """Computes four different projections of each token.
+        """Computes four projections of each token.
 
-        In order, these are the queries, keys and values (all concatenated), then the output gates
-        (concatenated too), and finally two numbers per head: the pre-activations of the correction's learning
-        rate and of the decay.
+        In order: the queries, keys and values (all concatenated), the output gates (concatenated too), and
+        two numbers per head, i.e. the pre-activations of the correction's learning rate and of the decay.
         """
 
     def __call__(
@@ -139,7 +138,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         out = jax.vmap(jax.vmap(self.norm))(out.astype(x.dtype)).astype(dtype)
         out = out * jax.nn.silu(gate.astype(dtype)).reshape(out.shape)
         if memory is not None:
-            # Keep the most recent inputs for the next call. Trailing padding doesn't count as an input.
+            # Keep the most recent inputs for the next call, other than trailing padding.
             end = jnp.max(jnp.where(seen, jnp.arange(1, len(x) + 1), 0))
             memory = memory.written(state, lax.dynamic_slice_in_dim(inputs, end, s.width - 1))
         return each(self.out_proj, out.reshape(len(x), -1).astype(x.dtype)), memory
@@ -206,9 +205,9 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 
 
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
-    """Counts how many tokens precede each token in the same text.
+    """Counts the tokens preceding each token in the same text.
 
-    If a text started in an earlier call then there is no way to tell, so we return a large number.
+    If a text started in an earlier call, then the count is unknown, so this returns a large number.
     """
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])
@@ -220,13 +219,13 @@ def _convolved(
     weight: Float[Array, "features width"],
     age: Int[Array, " tokens"] | None,
 ) -> Float[Array, "tokens features"]:
-    """A causal depthwise convolution, which doesn't mix inputs of different packed texts."""
+    """A causal depthwise convolution. Inputs of different packed texts aren't mixed."""
     width = weight.shape[1]
     tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
     for i in range(width - 1):
         part = inputs[i : i + tokens]
         if age is not None:
-            # Ignore any input that belongs to a previous text.
+            # Ignore inputs from a previous text.
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
         out = out + part * weight[None, :, i]
     return out
@@ -243,16 +242,16 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "tokens heads value_size"], Float[Array, "heads key_size value_size"]]:
     """Applies the gated delta rule. Returns the output for each token along with the final state.
 
-    Mathematically speaking, a token with key k and value v updates the state S to exp(decay) S + share · k (v
-    − exp(decay) Sᵀ k)ᵀ, after which its output is Sᵀ q. In practice we don't do this one token at a time but
-    in chunks of 64, because the corrections within a chunk solve a triangular system.
+    Mathematically, a token with key k and value v updates the state S to exp(decay) S + share · k (v −
+    exp(decay) Sᵀ k)ᵀ, and then outputs Sᵀ q. The corrections within a chunk of 64 tokens solve a triangular
+    system, so this goes chunk by chunk rather than token by token.
 
     **Arguments:**
 
     - `decay`: the logarithm of the decay. This must not be positive.
     - `share`: the learning rate for each correction, between 0 and 1.
-    - `first`: whether each token is the first in a new text, and so resets the state to zero. Default: none
-        of them are.
+    - `first`: whether each token is the first in a new text, and so resets the state to zero. Default: False
+        for all tokens.
     """
     if len(key) == 1 and first is None:
         out, state = _of_one(query[0], key[0], value[0], decay[0], share[0], state)
@@ -268,17 +267,15 @@ def gated_delta_rule(
     query, key, value, decay, share = (jnp.moveaxis(cut(x), 2, 1) for x in (query, key, value, decay, share))
     total = jnp.cumsum(decay, axis=-1)  # (chunks, heads, size)
     text = jnp.cumsum(cut(jnp.zeros(tokens, bool) if first is None else first), axis=-1)
-    # Mask the exponent rather than the exponential. Its value is positive for later tokens, so the
-    # exponential could overflow there, and then the gradient would be NaN even though the infinity itself is
-    # masked out.
+    # Mask the exponent rather than the exponential. The exponent is positive for later tokens, so the
+    # exponential could overflow there. The gradient would then be NaN even with the infinity masked out.
     sees = jnp.tril(text[:, :, None] == text[:, None, :])[:, None]
     fade = jnp.exp(jnp.where(sees, total[..., :, None] - total[..., None, :], -jnp.inf))
     since_start = jnp.where((text == 0)[:, None], jnp.exp(total), 0)
     to_end = jnp.where((text == text[:, -1:])[:, None], jnp.exp(total[..., -1:] - total), 0)
     # The corrections in a chunk depend on each other (via a unit triangular system) and on the state at the
-    # start of the chunk. Since this dependence is affine, we can solve for its offset `new` and its matrix
-    # `read` in parallel over all chunks. After that we just need to scan over the chunks to obtain their
-    # states.
+    # start of the chunk. The latter dependence is affine, so solve for its offset `new` and its matrix `read`
+    # in parallel over all chunks. Then just scan over the chunks to obtain their states.
     shared = share[..., None] * key
     system = (shared @ jnp.swapaxes(key, -1, -2)) * fade
     sides = jnp.concatenate([share[..., None] * value, since_start[..., None] * shared], axis=-1)

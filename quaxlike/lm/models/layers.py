@@ -39,12 +39,12 @@ def seen_of(ids: Ids, seen: Seen | None) -> Seen:
 
 
 class Part(eqx.Module):
-    """A module of a decoder, with submodules that are named as in the checkpoint.
+    """A module of a decoder, with submodules named as in the checkpoint.
 
     Subclasses list the roles of their submodules using Llama's names. They then get a field for every name
-    that any architecture in the table uses for one of these roles, and fields that aren't used are just None.
-    (An architecture that is added to the table later on can use names for which there is no field. In this
-    case we dynamically create a subclass that has them.)
+    used for one of these roles by any architecture in the table. Unused fields are just None. (If an
+    architecture added to the table later on uses other names, then this dynamically creates a subclass with
+    fields for them.)
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -69,7 +69,7 @@ class Part(eqx.Module):
         return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
-        """Applies the norm called `name`. If the name is empty then this is the identity function."""
+        """Applies the norm called `name`. This is the identity function if the name is empty."""
         if not name:
             return x
         norm = self.part(name)
@@ -80,7 +80,7 @@ class Part(eqx.Module):
 
 @functools.cache
 def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
-    """Creates a subclass that has the same name and some additional fields.
+    """Creates a subclass with the same name and additional fields.
 
     Only fields are part of the PyTree, so just setting an attribute isn't enough.
     """
@@ -90,7 +90,7 @@ def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
 
 
 class Conv1D(eqx.Module):
-    """A linear layer as in GPT-2, whose weight has shape (in, out). (PEFT calls this `fan_in_fan_out`.)"""
+    """A linear layer with a weight of shape (in, out), as in GPT-2. (PEFT calls this `fan_in_fan_out`.)"""
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
@@ -131,14 +131,14 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
-        # JAX names the function using `repr`, which is slow for a whole module. The lambda avoids this.
+        # JAX names the function using `repr`: slow for a whole module, so use a lambda.
         return jax.vmap(lambda x: layer(x))(x)
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight. For plain arrays we do whatever is fastest on CPUs."""
+    """Computes `x @ w.T` for any type of weight, using the fastest CPU product for plain arrays."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 

@@ -1,4 +1,4 @@
-"""The abstract base class for mixers. That is, attention or any other layer in which tokens interact."""
+"""The abstract base class for mixers, i.e. attention or any other layer in which tokens interact."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from .layers import Hidden
 class Context(NamedTuple):
     """The inputs shared by all layers of a kind, e.g. the rotary embedding and the attention mask.
 
-    Only `inputs` differs from layer to layer: this is the per-layer embedding of each token.
+    Only `inputs` differs from layer to layer: each token's per-layer embedding.
     """
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
@@ -29,13 +29,13 @@ _M = TypeVar("_M", bound="AbstractMemory")
 class AbstractMemory(eqx.Module):
     """Abstract base class for the state of a mixer between calls. For attention this is the KV cache.
 
-    If layers are scanned over, then the arrays must be part of the scan's carry. For this reason they are
-    stacked over all layers, and `layer` is the index into the stack. Otherwise `layer` is None.
+    If layers are scanned over, then the arrays must be part of the scan's carry. They are therefore stacked
+    over all layers, and `layer` is the index into the stack. Otherwise `layer` is None.
     """
 
     by_place: ClassVar[bool]
-    """Whether the state is stored by position. If it isn't, then there is no way to overwrite the most recent
-    tokens with different ones."""
+    """Whether the state is stored by position. If it isn't, then the most recent tokens can't be overwritten
+    with different ones."""
 
     @property
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class AbstractMixer(eqx.Module):
     """Abstract base class for mixers. Weights are loaded by name, so name fields as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The name of the layer's field that contains this mixer, unless renamed by `Family.parts`."""
+    """The name of the layer's field for this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...
@@ -60,9 +60,9 @@ class AbstractMixer(eqx.Module):
     def __call__(self, x: Hidden, context: Context, memory: Any, start: Any) -> tuple[Hidden, Any]:
         """Mixes the tokens at position `start` onwards.
 
-        Returns the output along with the updated memory. If there is no memory, then `x` must be the complete
-        text, and we return None or what later layers will read. You can find padding and the boundaries
-        between packed texts in `context.sight`.
+        Returns the output along with the updated memory. Without a memory, `x` must be the complete text, and
+        the second output is either None or a memory for later layers to read. Padding and the boundaries
+        between packed texts are in `context.sight`.
         """
 
     @classmethod

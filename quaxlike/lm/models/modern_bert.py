@@ -20,8 +20,8 @@ from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
-# Entries that we read but that don't have a field of their own. (`position_embedding_type` is an exception:
-# we just ignore it, because positions are always rotary.)
+# Entries read below, but without a field of their own. (Except for `position_embedding_type`: positions are
+# always rotary, so this is ignored.)
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
     *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
@@ -45,15 +45,15 @@ class ModernBertConfig(Config):
     classifier_bias: bool = False
     """Whether there is a bias in the dense layer of the classification head."""
     classifier_pooling: str = "cls"
-    """What to classify. Either the first token ("cls") or the mean over all tokens ("mean")."""
+    """What to classify: either the first token ("cls") or the mean over all tokens ("mean")."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
     """Whether embeddings differ from the checkpoint's. See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window, which has `local_attention / 2` tokens on either side."""
+    """Whether each layer uses a sliding window, with `local_attention / 2` tokens on either side."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings. The first is for layers without a window, and the second for layers with one."""
+    """The rotary embeddings: first for layers without a window, then for those with one."""
 
     @property
     def num_labels(self) -> int:
@@ -139,9 +139,9 @@ class ModernBertLayer(eqx.Module):
 
 
 class ModernBert(eqx.Module):
-    """A ModernBERT encoder. This returns a vector for each token of a sequence.
+    """A ModernBERT encoder, returning one vector for each token.
 
-    You will typically want to pool these into a single one, for example using
+    Typically these are then pooled into a single one, for example using
     [`quaxlike.lm.models.mean_pooled`][].
     """
 
@@ -172,7 +172,7 @@ class ModernBert(eqx.Module):
                 linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, wide),
                 linear(c.intermediate_size, c.hidden_size, c.mlp_bias, narrow),
             )
-            # The first layer has no attention norm, because the embeddings have only just been normalised.
+            # The first layer has no attention norm: the embeddings have only just been normalised.
             return ModernBertLayer(norm() if i else None, attention, norm(), mlp)
 
         table = eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -238,18 +238,18 @@ class AbstractModernBertClassifier(AbstractClassifier):
 
 
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
-    """A ModernBERT classifier that computes the class logits of a whole text."""
+    """Computes the class logits of a whole text, using ModernBERT."""
 
     def __call__(self, ids: Ids, seen: Seen | None = None) -> Float[Array, " classes"]:
         seen = seen_of(ids, seen)
         hidden = self.model(ids, seen)
-        # In transformers this is always the first position, even if that happens to be padding. Do the same.
+        # As in transformers, use the first position even if it happens to be padding.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
-    """A ModernBERT classifier that computes the class logits of each token in a text."""
+    """Computes the class logits of each token in a text, using ModernBERT."""
 
     of_tokens: ClassVar[bool] = True
 

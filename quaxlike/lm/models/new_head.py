@@ -1,4 +1,4 @@
-"""`with_classifier`, which replaces the output layer of a model with a classification head."""
+"""`with_classifier`, for replacing a model's output layer with a classification head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,32 +34,31 @@ def with_classifier(
 ) -> PyTree:
     """Adds a newly-initialised classification head to a model.
 
-    This is useful for turning a pretrained decoder or encoder into a classifier or a reward model, which is
-    then fine-tuned.
+    Use this to fine-tune a pretrained decoder or encoder as a classifier or a reward model.
 
-    The result can be saved by [`quaxlike.lm.save`][] as the corresponding class in transformers, for example
+    [`quaxlike.lm.save`][] saves the result as the corresponding class in transformers, for example
     `LlamaForSequenceClassification`.
 
     **Arguments:**
 
-    - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. If a decoder has an output layer
-        then this is dropped.
+    - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. A decoder's output layer (if any)
+        is dropped.
     - `labels`: the names of the labels. Pass a single one for a reward model or any other scalar regression.
-    - `key`: a PRNG key for initialising the new weights, which are normal with standard deviation `std`.
-        (Biases start at zero.)
+    - `key`: a PRNG key for the new weights, which are normal with standard deviation `std`. (Biases start at
+        zero.)
     - `of_tokens`: whether to classify individual tokens rather than the whole text. Default: False.
     - `problem_type`: as in `config.json`, one of `"single_label_classification"`,
-        `"multi_label_classification"` or `"regression"`. Default: unset, in which case transformers assumes
-        regression if there is only one label, and single-label classification if there are several.
-    - `std`: Default: 0.02, which is also the `initializer_range` of most models.
-    - `pad_token_id`: the padding token, which is never considered to be the last token of a text. This is
-        only needed for decoders whose configuration doesn't specify one. Default: unset, in which case
-        transformers can only classify one text at a time.
+        `"multi_label_classification"` or `"regression"`. Default: unset. Transformers then assumes regression
+        if there is only one label, and single-label classification if there are several.
+    - `std`: Default: 0.02, the `initializer_range` of most models.
+    - `pad_token_id`: the padding token, never considered the last token of a text. Only needed for decoders
+        without one in their configuration. Default: unset. Transformers can then only classify one text at a
+        time.
 
-    **Returns:** the model with its new head. Any trained arrays and adapters it already had are kept.
+    **Returns:** the model with its new head. Existing trained arrays and adapters are kept.
 
-    **Raises:** `ValueError` if the model is unsupported or already has a classification head, if there is no
-    such head for its architecture, or if labels aren't distinct.
+    **Raises:** `ValueError` if the model is unsupported or already has a classification head, if its
+    architecture has no classification head of this kind, or if labels aren't distinct.
 
     !!! example
 
@@ -86,7 +85,7 @@ def with_classifier(
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
-            # Of all these sizes only the hidden size matters, as we are about to replace the encoder itself.
+            # The encoder itself is about to be replaced, so only the hidden size matters here.
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
             shapes = _shapes(make, like)
             bert = model
@@ -106,7 +105,7 @@ def with_classifier(
             )
     dtype = next(iter(named_arrays(model).values())).dtype
     started: dict[str, Any] = {}
-    # Anything that we didn't take from the existing model is still abstract, so initialise it.
+    # Anything not taken from the existing model is still abstract, so initialise it.
     for name, x in named_arrays(new).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             key, own = jax.random.split(key)

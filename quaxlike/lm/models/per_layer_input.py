@@ -1,7 +1,7 @@
 """Per-layer embeddings, as introduced by Gemma 3n and also used by Gemma 4.
 
-In addition to the usual embedding, each token has a small embedding for every layer. A layer gates this with
-its own hidden states, and then adds a projection of the result to them.
+In addition to the usual embedding, each token has a small embedding for every layer. The layer gates this by
+its hidden states, and then adds a projection of the result to them.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from .decoder_config import DecoderConfig
 from .feed_forward import activation
 from .layers import Hidden, Ids, Part, each, linears, norm
 
-#: The names of the parts that are added to the body, and to each layer.
+#: The names of the parts added to the body, and to each layer.
 OF_BODY = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
 OF_LAYER = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
 
 
 def of_body(config: DecoderConfig, key: Any) -> dict[str, Any]:
-    """Initialises the body's additional parts. Returns `{}` if the model has no such embeddings."""
+    """Initialises the body's additional parts. Returns `{}` for models without per-layer embeddings."""
     c, size = config, config.hidden_size_per_layer_input
     if not size:
         return {}
@@ -50,7 +50,7 @@ def of_layer(config: DecoderConfig, key: Any) -> dict[str, Any]:
 def inputs_of_layers(body: Part, ids: Ids, x: Hidden) -> Float[Array, "layers tokens size"] | None:
     """Computes the additional inputs for all layers, given the tokens and their usual embeddings `x`.
 
-    Up to a constant factor, each of these averages an embedding of the token and a projection of `x`.
+    Up to a constant factor, each one averages an embedding of the token and a projection of `x`.
     """
     c, size = body.config, body.config.hidden_size_per_layer_input
     if not size:

@@ -1,4 +1,4 @@
-"""Pools the vectors for the tokens of a sentence into a single vector."""
+"""Pools a sentence's token vectors into a single vector."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ def _count(x: _Tokens, seen: _Seen) -> Float[Array, ""]:
     return jnp.maximum(seen.sum(), 1).astype(x.dtype)
 
 
-#: The pooling modes, using the names that sentence-transformers has for them.
+#: The pooling modes, named as in sentence-transformers.
 MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "cls": lambda x, seen: x[jnp.argmax(seen)],
     "max": lambda x, seen: jnp.max(jnp.where(seen[:, None], x, -jnp.inf), axis=0),
@@ -49,7 +49,7 @@ MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# Older files instead have one boolean per mode. This is the order in which they are concatenated.
+# Older files instead have one boolean per mode. Their vectors are concatenated in this order.
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -58,7 +58,7 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Of these we only read the first. All others can be inferred from the model or its input.
+# Only the first is read. All others can be inferred from the model or its input.
 _OTHERS = ("pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
@@ -68,12 +68,12 @@ class Pooling(eqx.Module):
     **Arguments:**
 
     - `modes`: any of `"cls"` (the first token), `"lasttoken"`, `"max"`, `"mean"`, `"mean_sqrt_len_tokens"`
-        (the sum divided by the square root of the length) or `"weightedmean"` (weighted by position). If
-        there are several, then we compute a vector for each and concatenate them.
+        (the sum divided by the square root of the length) or `"weightedmean"` (weighted by position). The
+        vectors of several modes are concatenated.
     - `normalize`: whether to normalise the result to unit length. Default: True.
 
     Call an instance with token vectors of shape `(tokens, hidden)`, along with a mask `seen` of shape
-    `(tokens,)` that is False for padding. The result has shape `(len(modes) * hidden,)`.
+    `(tokens,)`, False for padding. The result has shape `(len(modes) * hidden,)`.
     """
 
     modes: tuple[str, ...] = eqx.field(static=True, default=("mean",))
@@ -91,10 +91,10 @@ class Pooling(eqx.Module):
     @classmethod
     @checked
     def of(cls, directory: str | os.PathLike[str]) -> "Pooling":
-        """Reads the pooling from `modules.json` in a checkpoint. If there is no such file then it's the mean.
+        """Reads the pooling from a checkpoint's `modules.json`. Without this file it's the mean.
 
         **Raises:** `CheckpointError` if the file is corrupt, or if it lists any module other than `Pooling`
-        and `Normalize`. (We could instead ignore these, but that would silently result in different vectors.)
+        and `Normalize`. (Ignoring these would silently give different vectors.)
         """
         folder = Path(directory)
         found = cls(normalize=False)
@@ -124,6 +124,6 @@ def _modes(path: Path) -> tuple[str, ...]:
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
     """Computes the mean over all non-padding tokens and then normalises it to unit length.
 
-    This is a common sentence embedding. It's also what `Pooling` does by default.
+    This is a common sentence embedding, and the default of `Pooling`.
     """
     return Pooling()(x, seen)

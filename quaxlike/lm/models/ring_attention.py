@@ -1,8 +1,8 @@
 """Ring attention, i.e. context parallelism: the tokens are sharded over one axis of a mesh.
 
 Each device keeps the queries for its own tokens, whilst keys and values are passed around a ring of devices.
-After one full rotation every device has attended to every key, using a running softmax, and at no point did
-it store more than two shards. The backward pass does a second rotation that includes cotangents.
+Each device attends to every key in one full rotation, using a running softmax and never storing more than two
+shards. The backward pass does a second rotation, including cotangents.
 
 See Ring Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
@@ -23,13 +23,13 @@ from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
 def of_ring(
     query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
 ) -> Array:
-    """As `of_one_device`, but for tokens that are sharded over an axis of a mesh."""
+    """As `of_one_device`, but for tokens sharded over an axis of a mesh."""
     mesh = mesh_of((query, key, value))
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
         # Make all operands device-varying up front, so that the cotangents of replicated operands are summed
-        # here. Inside the `lax.cond` below, not every device would take part in that collective.
+        # here. Not every device would take part in this collective inside the `lax.cond` below.
         return ring(*vary_alike(operands))
 
     own: Any = jax.P(axis)
@@ -42,9 +42,9 @@ def of_ring(
 
 
 class _Ring:
-    """Attention over a ring of `count` devices. This must be called inside a `shard_map`.
+    """Attention over a ring of `count` devices.
 
-    All operands must vary over `axis`.
+    Call this inside a `shard_map`, with all operands varying over `axis`.
     """
 
     def __init__(self, axis: str, count: int, scores: Any) -> None:
@@ -87,9 +87,9 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # This is the VJP of the softmax: the cotangent of a score is its weight multiplied by the cotangent
-        # of that weight minus their weighted mean. Conveniently, this mean is also the inner product of the
-        # output with its cotangent, so computing it doesn't need another pass over the keys.
+        # The VJP of the softmax: the cotangent of a score is its weight multiplied by the cotangent of the
+        # weight minus their weighted mean. This mean is also the inner product of the output with its
+        # cotangent, so computing it doesn't need another pass over the keys.
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
@@ -118,7 +118,7 @@ class _Ring:
                 return dqueries, dkeys
 
             dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
-            # Pass on the cotangents together with their keys and values, so that they return to the owner.
+            # Pass on cotangents together with their keys and values, so that they return to the owner.
             return (dqueries, self._passed(keys), self._passed(dkeys)), None
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
@@ -134,7 +134,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """Adds the cotangents that arise from one query block attending to one key block."""
+        """Adds the cotangents from one query block attending to one key block."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -154,14 +154,14 @@ class _Ring:
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns each key block's starting position, in the shard we have after `i` turns."""
+        """Returns each key block's starting position, for the shard held after `i` turns."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
     def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
         """Returns whether a query block attends to a key block at all, plus a function for the mask.
 
-        It's a function because we only need to compute the mask if the answer is yes.
+        The mask is only needed if it does, and so only computed then.
         """
         (_, places, text), (_, _, seen, other) = queries, keys
         near = sight._replace(places=places, seen=seen, texts=None if text is None else (text, other))

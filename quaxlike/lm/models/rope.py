@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, 2021), and the methods for scaling them to longer texts.
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and methods for scaling them to longer texts.
 
-We follow `modeling_rope_utils` in transformers. In particular this includes YaRN (Peng et al., 2023),
-LongRoPE (Ding et al., 2024) and the scaling in Llama 3.
+As in transformers' `modeling_rope_utils`, these include YaRN (Peng et al., 2023), LongRoPE (Ding et al.,
+2024) and the scaling in Llama 3.
 """
 
 import math
@@ -15,16 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from ..folders.model_config import check_numbers, computing, refused
 
-_LARGEST_HEAD = 1 << 16  # far above any real model; this stops corrupt files from making us allocate too much
+_LARGEST_HEAD = 1 << 16  # far above any real model; stops corrupt files from allocating too much
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 class Rope(NamedTuple):
-    """A rotary embedding. This has a frequency for each pair of features and a factor for cosines and sines.
+    """A rotary embedding: a frequency for each pair of features, and a factor for cosines and sines.
 
-    If `long` is given then these are the frequencies for texts with more than `switch` tokens, as in
-    LongRoPE. If `growth` is nonzero then each query is scaled by the logarithm of its position, which
-    increases every `step` tokens. (This is used by Ministral 3.)
+    As in LongRoPE, `long` has the frequencies for texts with more than `switch` tokens (if they differ). If
+    `growth` is nonzero, then each query is scaled by the logarithm of its position, increasing every `step`
+    tokens. (This is used by Ministral 3.)
     """
 
     frequencies: tuple[float | int, ...]
@@ -42,11 +42,11 @@ class Rope(NamedTuple):
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         angles = jnp.concatenate([angles, angles], axis=-1)
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
-        # Without this barrier XLA fuses this into each head of each layer, where it is then computed again.
+        # Without this barrier XLA fuses this into each head of each layer, and computes it again there.
         return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
-        """Returns the factor by which to scale each query, or None if they aren't scaled."""
+        """Returns the factor to scale each query by, or None if they aren't scaled."""
         if not self.growth:
             return None
         steps = jnp.floor(positions.astype(jnp.float32) / self.step)
@@ -68,14 +68,12 @@ ENTRIES = (
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Parses an entry in `rope_parameters`. This also accepts an older `rope_scaling` with `rope_theta`
-    added.
+    """Parses an entry in `rope_parameters`, or an older `rope_scaling` with `rope_theta` added.
 
     The head size and the text lengths are taken from `config`. As in transformers, `partial_rotary_factor` is
     ignored unless `partial` is set.
 
-    **Raises:** `UnsupportedConfigError` if the kind isn't supported, or if there is no valid rotation with
-    these values.
+    **Raises:** `UnsupportedConfigError` if the kind isn't supported or its values give no valid rotation.
     """
     with computing(rope, "rope settings", label):
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -143,7 +141,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """Returns how much to scale each frequency, from 0 for the high ones to 1 for the low ones."""
+    """Returns how much to scale each frequency, from 0 for high ones to 1 for low ones."""
 
     def at(turns: float | int) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -157,8 +155,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Rotates each head's features. If there are more features than the rotation has, then the remaining
-    ones are left as they are."""
+    """Rotates each head's features. Any features beyond the size of the rotation are left as they are."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)

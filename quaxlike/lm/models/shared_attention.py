@@ -1,9 +1,8 @@
 """Gemma 4's attention.
 
-This differs from the usual attention in two ways. Firstly, the last layers don't compute any keys or values:
-they only compute queries, and read the keys and values of an earlier layer. Secondly, layers without a window
-("global" ones) have a different head size, and might not have a projection for values either. In this case
-the values are the same as the keys, before these are normalised and rotated.
+This differs from the usual attention in two ways. Firstly, the last layers only compute queries, and read the
+keys and values of an earlier layer. Secondly, layers without a window ("global" ones) have a different head
+size, and may lack a projection for values. The values are then the keys before normalisation and rotation.
 """
 
 from typing import Any, ClassVar
@@ -24,8 +23,8 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
     role: ClassVar = "self_attn"
     is_global: ClassVar[bool]
     reads: ClassVar[bool]
-    """Whether this layer reads the keys and values of an earlier one. It finds these in the memory that it's
-    called with, which is why there has to be one even if we aren't generating."""
+    """Whether this layer reads the keys and values of an earlier one. They are in its memory, so there has to
+    be one even when not generating."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, (heads, size) = config, self._heads(config)
@@ -61,7 +60,7 @@ class AbstractSharedAttention(Part, AbstractMixer, roles="q_proj k_proj v_proj o
         if memory is not None and memory.rotates:
             query = hadamard(query)
         if self.reads:
-            # This is the memory of the earlier layer, which passes it on even if there's no cache.
+            # The earlier layer's memory, passed on even if there's no cache.
             assert memory is not None
             key, value = memory.read(query.dtype)
         else:

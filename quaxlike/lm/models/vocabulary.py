@@ -1,4 +1,4 @@
-"""`resize_vocabulary`, for changing the vocabulary size of a model."""
+"""`resize_vocabulary`, for changing a model's vocabulary size."""
 
 import dataclasses
 from typing import Any
@@ -22,38 +22,38 @@ from .modern_bert import ModernBertConfig
 
 
 def embeddings() -> tuple[str, ...]:
-    """Returns the names that token embeddings have in any of our models."""
+    """Returns the names of token embeddings in all models."""
     return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings", "embed_tokens_per_layer")
 
 
 def is_of_tokens(name: str) -> bool:
-    """Returns whether a name belongs to an embedding or output layer, whose arrays have a row per token."""
+    """Returns whether a name belongs to an embedding or output layer (with one row per token)."""
     layer, _, field = name.rpartition(".")
     return field in ("weight", "bias") and layer.rpartition(".")[2] in (*embeddings(), "lm_head")
 
 
 @checked
 def resize_vocabulary(model: PyTree, n: int) -> PyTree:
-    """Changes the vocabulary size of a model. This is useful if you have added tokens to its tokeniser.
+    """Changes a model's vocabulary size. This is useful if you have added tokens to its tokeniser.
 
-    The new size is written to `config.json` by [`quaxlike.lm.save`][].
+    [`quaxlike.lm.save`][] writes the new size to `config.json`.
 
     **Arguments:**
 
-    - `model`: a model, as returned by [`quaxlike.lm.load`][]. This can have adapters or stacked layers.
-    - `n`: the new number of tokens. If there were more tokens before, then only the first `n` are kept.
+    - `model`: a model, as returned by [`quaxlike.lm.load`][]. It can have adapters or stacked layers.
+    - `n`: the new number of tokens. If there were more before, then only the first `n` are kept.
 
     **Returns:**
 
-    The model with `n` rows in its embedding, as well as in its output layer if that isn't tied to it. Each
-    new row is the mean of all existing ones. (This is the mean after applying adapters, if there are any, and
-    the adapters themselves are resized too.) If a weight is quantised then existing rows keep their exact
-    codes, except that this isn't possible if a block spans several rows.
+    The model with `n` rows in its embedding, as well as in its output layer if this isn't tied to it. Each
+    new row is the mean of all existing ones. (For adapted weights it's the mean after applying the adapters,
+    which are resized too.) If a weight is quantised then existing rows keep their exact codes, unless blocks
+    span several rows.
 
     **Raises:**
 
-    `ValueError` if `n` is less than 1 or would remove a trained token, if the model has no token embedding,
-    or if its embedding is of a type that can't have new rows.
+    `ValueError` if `n` is less than 1 or removes a trained token, if the model has no token embedding, or if
+    the type of its embedding doesn't support new rows.
 
     !!! example
 
@@ -118,7 +118,7 @@ def _without_rows(name: str, x: Any) -> ValueError:
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
-    """Quantises a resized array to the same format as `x`. Any block that hasn't changed keeps its codes."""
+    """Quantises a resized array to the same format as `x`. Unchanged blocks keep their codes."""
     stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
@@ -128,7 +128,7 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
     """Changes an axis size to `n`, either by truncating it or by appending copies of `mean`.
 
-    By default, this is the mean over the axis.
+    Default: the mean over the axis.
     """
     size = x.shape[axis]
     if n <= size:
@@ -137,7 +137,7 @@ def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
     new = jnp.broadcast_to(jnp.expand_dims(mean, axis), (*x.shape[:axis], n - size, *x.shape[axis + 1 :]))
     if is_value(x):
         assert axis == 0
-        # Quantise the new rows in the same way as an existing one.
+        # Quantise the new rows like an existing one.
         like: Any = quaxify(lambda x: jnp.broadcast_to(x[:1], new.shape))(x)
         new = like.requantized(new)
     return quaxify(lambda x, new: jnp.concatenate([x, new], axis=axis))(x, new)

@@ -1,4 +1,4 @@
-"""The tasks that you can fine-tune for. Each has a file with its data, loss, metrics and options."""
+"""The tasks to fine-tune for. Each has a file with its data, loss, metrics and options."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,14 +35,14 @@ __all__ = [
     "task_for",
 ]
 
-#: All tasks, in the order in which `--help` lists them.
+#: All tasks, in the same order as in `--help`.
 TASKS: tuple[type[AbstractTask], ...] = (
     *(NextToken, Preferences, Rewards, Distillation, Pairs, Classes, WordClasses),
 )
 
 
 def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[AbstractTask]:
-    """Selects the task. If the settings don't specify one then this depends on the model."""
+    """Selects the task, based on the model if the settings don't specify one."""
     if data.task is None:
         tasks = [task for task in TASKS if not task.needs_name]
     else:
@@ -56,12 +56,12 @@ def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[Ab
 
 
 def task_for(model: PyTree, train: TrainSettings, data: DataSettings) -> AbstractTask:
-    """Creates the task. The model should already have been prepared using `begun`."""
+    """Creates the task for a model already prepared by `begun`."""
     return kind_for(model, train, data).of(model, train, data)
 
 
 def begun(
     model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
 ) -> tuple[PyTree, DataSettings]:
-    """Prepares a model for its task, for example by replacing its last layer. See `AbstractTask.begun`."""
+    """Prepares a model for its task, e.g. by replacing its last layer. See `AbstractTask.begun`."""
     return kind_for(model, train, data).begun(model, config, train, data)

@@ -23,7 +23,7 @@ from ..rows import NO_LABEL, check_entries, has_words, messages_of, template_opt
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
 from .task import AbstractTask, cross_entropy
 
-# If there are more labels than this then it's a mistake. Most likely we took regression targets for classes.
+# Any more labels are a mistake: most likely, regression targets taken for classes.
 _MOST = 100_000
 
 
@@ -52,7 +52,7 @@ class ClassSettings(TaskSettings):
 
 
 class AbstractClassification(AbstractTask):
-    """A task that predicts labels, which are either those of texts or those of words."""
+    """Abstract base class for predicting the labels of either texts or words."""
 
     labels: Labels = eqx.field(static=True)
 
@@ -97,8 +97,8 @@ class AbstractClassification(AbstractTask):
 class Classes(AbstractClassification):
     """Classification. Rows have the form `{"text": ..., "label": ...}`.
 
-    A label can be given by name or by index. For multi-label classification it's a list of these, and for
-    regression it can be any number. To classify conversations, use `"messages"` rather than `"text"`.
+    A label is given by name or by index. For multi-label classification it's a list of these, and for
+    regression it's any number. To classify conversations, use `"messages"` rather than `"text"`.
     """
 
     help: ClassVar[str] = """\
@@ -147,7 +147,7 @@ class Classes(AbstractClassification):
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         """Computes the same loss as transformers.
 
-        In multi-label classification and regression, this averages over the labels of each text.
+        Multi-label classification and regression average over the labels of each text.
         """
         if self.labels.problem == SINGLE:
             return jnp.sum(cross_entropy(outputs, batch.labels))
@@ -158,7 +158,7 @@ class Classes(AbstractClassification):
         return jnp.sum(jnp.mean(errors, axis=-1))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy and the loss. If there are several labels then the accuracy is over these."""
+        """Computes the accuracy (over all labels, if there are several) and the loss."""
         loss = {"loss": float(self.total(outputs, batch)) / self.weight(batch)}
         if self.labels.problem == REGRESSION:
             return loss
@@ -170,7 +170,7 @@ class Classes(AbstractClassification):
 
 
 def number_of(label: Any, labels: Labels) -> int:
-    """Returns the index of a label, which can be given either by its name or as an index."""
+    """Returns the index of a label, given either by name or as an index."""
     names = labels.names
     if isinstance(label, str) and label in names:
         return names.index(label)
@@ -181,7 +181,7 @@ def number_of(label: Any, labels: Labels) -> int:
 
 
 def with_settings(model: Any, train: TrainSettings, data: DataSettings) -> Any:
-    """Applies the settings to a classifier, for anything that its checkpoint leaves unspecified."""
+    """Applies the settings to a classifier, for anything unspecified by its checkpoint."""
     settings, found = _settings_in(data), model.labels
     problem = settings.problem_type
     if settings.labels not in ((), found.names):
@@ -214,10 +214,10 @@ def new_head(
     *,
     of_tokens: bool = False,
 ) -> PyTree:
-    """Adds a new classification head. It is initialised in the same way as in transformers.
+    """Adds a new classification head, initialised as in transformers.
 
-    If the configuration has no padding token then we use the tokeniser's, and if there is none there either
-    then the end-of-text token. (This is what TRL does as well.)
+    If the configuration has no padding token, then this uses the tokeniser's, or failing that the end-of-text
+    token. (As in TRL.)
     """
     key = jax.random.fold_in(jax.random.key(train.seed), 1)  # adapters already use the key itself
     pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)
@@ -231,7 +231,7 @@ def new_head(
 
 
 def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
-    from ...text import TextTokenizer  # not at module level, as listing the tasks should work without `lm`
+    from ...text import TextTokenizer  # not at module level: listing the tasks should work without `lm`
 
     token = read_special_tokens(folder).get("pad_token")
     if token is not None and (folder / "tokenizer.json").is_file():
@@ -249,7 +249,7 @@ def _settings_in(data: DataSettings) -> ClassSettings:
 
 
 def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
-    """Reads the labels that were used for an adapter, if we are continuing to train one."""
+    """Reads the labels of an existing adapter, if training one further."""
     about = train.adapter / "run.json" if isinstance(train.adapter, Path) else None
     if about is None or not about.is_file():
         return ClassSettings()
@@ -261,7 +261,7 @@ def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
 
 
 def _labels_in(data: DataSettings) -> ClassSettings:
-    """Collects the names of all labels in the data files and infers the problem type from them."""
+    """Collects all label names in the data files, and infers the problem type from them."""
     found: list[Any] = []
     of_words: set[bool] = set()
 

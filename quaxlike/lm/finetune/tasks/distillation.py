@@ -43,7 +43,7 @@ class DistillationSettings(TaskSettings):
 
 
 class Distillation(AbstractTextTask):
-    """Causal language modelling with a second loss, for matching the probabilities that a teacher assigns.
+    """Causal language modelling with a second loss for matching a teacher's probabilities.
 
     Hinton et al., Distilling the Knowledge in a Neural Network (2015).
     """
@@ -94,8 +94,8 @@ class Distillation(AbstractTextTask):
     def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
         """Computes the cross-entropy and KL(teacher ‖ model).
 
-        The latter is multiplied by the square of the temperature. Without this, its gradients would become
-        smaller as you increase the temperature.
+        The latter is multiplied by the square of the temperature. Without this, a higher temperature makes
+        its gradients smaller.
         """
         (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
         hidden = tuple(
@@ -124,7 +124,7 @@ class Distillation(AbstractTextTask):
 
 
 def _have_same_tokens(*folders: Path) -> bool:
-    from ...text import TextTokenizer  # not at module level, as `--help` should work without the extra `lm`
+    from ...text import TextTokenizer  # not at module level: `--help` should work without the extra `lm`
 
     first, second = (TextTokenizer(folder).vocabulary for folder in folders)
     return first == second

@@ -1,4 +1,4 @@
-"""Causal language modelling, plus whatever is shared by all tasks for decoders that write texts."""
+"""Causal language modelling, plus anything shared by all tasks for text-generating decoders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders that write texts, rather than embedding them as in sentence-transformers."""
+    """A task for decoders that write texts, rather than embed them as in sentence-transformers."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"
@@ -31,15 +31,14 @@ class AbstractTextTask(AbstractTask):
 class NextToken(AbstractTextTask):
     """Causal language modelling.
 
-    Which tokens contribute to the loss depends on the format of the row. For `{"text": ...}` it's the whole
-    text, for `{"prompt": ..., "completion": ...}` it's the completion, and for `{"messages": [...]}` it's
-    every turn of the assistant. In the latter case you can add `"tools"` and `"chat_template_kwargs"`, and
-    likewise if the prompt and completion are lists of messages. We also support the formats of ShareGPT and
-    Alpaca.
+    Which tokens contribute to the loss depends on the row's format. For `{"text": ...}` it's the whole text,
+    for `{"prompt": ..., "completion": ...}` it's the completion, and for `{"messages": [...]}` it's every
+    turn of the assistant. In the latter case (or if the prompt and completion are lists of messages) you can
+    add `"tools"` and `"chat_template_kwargs"`. ShareGPT's and Alpaca's formats are also supported.
     """
 
     chunk: int = 0
-    """The number of tokens per row for which to compute logits at the same time. 0 means all."""
+    """The number of tokens per row to compute logits for at a time. 0 means all."""
     packed: bool = False
     """Whether several texts can be packed into one row."""
 
@@ -95,15 +94,15 @@ class NextToken(AbstractTextTask):
 
 
 def chunk_of(settings: TrainSettings) -> int:
-    """Returns the size of a chunk in tokens per row. `loss_chunk` is the size over all rows of a batch."""
+    """Returns the chunk size in tokens per row. (`loss_chunk` is the size over all rows of a batch.)"""
     return max(1, settings.loss_chunk // settings.batch_size)
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
     """Truncates a text to `max_length`. Returns None if this leaves nothing to train on.
 
-    We never train on the first token, because there is nothing to predict it from. Note that if there was
-    nothing to train on even before truncation, then the text doesn't count as truncated.
+    There is nothing to predict the first token from, so this is never trained on. If there was nothing to
+    train on even before truncation, then the text doesn't count as truncated.
     """
     if not any(learned[1:]):
         return Example((ids[:max_length],), [False] * len(ids[:max_length]))
@@ -112,7 +111,7 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """Computes the cross-entropy of the next token, summed over all tokens that we train on."""
+    """Computes the cross-entropy of the next token, summed over all tokens to train on."""
 
     def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)
@@ -126,12 +125,12 @@ def losses_of_text(
 ) -> Float[Array, "*terms"]:
     """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over the tokens to train on.
 
-    If the vocabulary is large then the logits would dominate the memory use of a step. So we only materialise
-    `chunk` tokens of them at a time and then compute them again for the gradient. Note that the chunks are
-    strided slices, so that if tokens are sharded then every device has a part of every one.
+    With a large vocabulary, logits would dominate a step's memory use. So this only materialises them for
+    `chunk` tokens at a time, and recomputes them for the gradient. Chunks are strided slices, so that if
+    tokens are sharded then every device has a part of each chunk.
     """
-    # Pair each token with the one after it. For the last token this wraps around to the first one, which is
-    # harmless as we never train on that.
+    # Pair each token with the one after it. The last token wraps around to the first one, but this is
+    # harmless: the first one is never trained on.
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
     def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:

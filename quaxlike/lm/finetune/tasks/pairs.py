@@ -20,13 +20,13 @@ from .task import AbstractTask, cross_entropy
 class Pairs(AbstractTask):
     """Sentence embeddings from `{"anchor": ..., "positive": ...}` pairs. (You can use any other names.)
 
-    We train each anchor to be closer to its own positive than to all of the other positives in the batch.
+    Each anchor is trained to be closer to its own positive than to all other positives in the batch.
 
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
     pooling: Pooling = Pooling()
-    """How to pool the tokens of a text. The resulting vectors are compared by their cosine similarity."""
+    """How to pool a text's tokens. The resulting vectors are compared by cosine similarity."""
 
     help: ClassVar[str] = """\
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
@@ -73,7 +73,7 @@ class Pairs(AbstractTask):
         return jnp.sum(cross_entropy(logits, jnp.arange(len(logits))))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes how often the right positive is ranked first, along with the mean reciprocal rank."""
+        """Computes how often the right positive ranks first, along with the mean reciprocal rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
         ranks = np.sum(similarity >= np.diagonal(similarity)[:, None], axis=1)
         return {"accuracy": float(np.mean(ranks == 1)), "mrr": float(np.mean(1 / ranks))}

@@ -27,23 +27,23 @@ class PreferenceSettings(TaskSettings):
     beta: float | int = option(
         "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
-    """The factor by which to multiply the log-ratio of probabilities."""
+    """The factor to multiply the log-ratio of probabilities by."""
 
 
 class Preferences(AbstractTextTask):
     """Direct preference optimisation. Rows have the form `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
     The chosen text should become more likely and the rejected one less likely, both compared to the model
-    before training. (That is, without adapters, or with the one that we are continuing to train.)
+    before training. (That is, without adapters, or with the existing adapter if training this further.)
 
-    All three entries can be lists of messages too. If there is no prompt, then we use whatever both texts
-    have in common at the start.
+    All three entries can be lists of messages too. Without a prompt, this uses whatever both texts have in
+    common at the start.
 
     Rafailov et al., Direct Preference Optimization (2023), as in TRL.
     """
 
     chunk: int = 0
-    """The number of tokens per row for which to compute logits at the same time. See `NextToken.chunk`."""
+    """The number of tokens per row to compute logits for at a time. See `NextToken.chunk`."""
     settings: PreferenceSettings = eqx.field(static=True, default=PreferenceSettings())
 
     help: ClassVar[str] = """\
@@ -82,14 +82,14 @@ class Preferences(AbstractTextTask):
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """Computes log(p / p_start) for both continuations. Here p_start is the model before training."""
+        """Computes log(p / p_start) for both continuations, where p_start is the model before training."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
                 cross_entropy_of_text(each, each.hidden(ids, seen), ids, learned, self.chunk)
                 for each in model
             )
-            return before - after  # the increase in log-probability, as these are cross-entropies
+            return before - after  # cross-entropies, so this is the increase in log-probability
 
         return jax.vmap(gain)(example.ids, example.seen, example.learned & example.seen)
 
@@ -99,8 +99,8 @@ class Preferences(AbstractTextTask):
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
         """Computes the loss, the accuracy, and the mean margin (scaled by `beta`).
 
-        A pair counts as correct if the chosen text gained more than the rejected one. If both gained the same
-        then it counts as half-correct, so the accuracy before training is one half.
+        A pair is correct if the chosen text gained more than the rejected one, and half-correct if both
+        gained the same. The accuracy before training is therefore one half.
         """
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
@@ -112,7 +112,7 @@ class Preferences(AbstractTextTask):
 
 
 def _encoded_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
-    """Tokenises both conversations. Also returns the position at which the answers start in them."""
+    """Tokenises both conversations. Also returns the position of the answers in them."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
     prompt = not_learned(row["prompt"])

@@ -33,7 +33,7 @@ class RewardSettings(TaskSettings):
 
 
 class Rewards(AbstractTask):
-    """A reward model. It should give the chosen text a higher reward than the rejected one.
+    """A reward model, trained to give the chosen text a higher reward than the rejected one.
 
     The rows are the same as for `Preferences`.
 
@@ -86,7 +86,7 @@ class Rewards(AbstractTask):
         return Example((chosen, rejected), was_cut=max(map(len, texts)) > tokens.max_length)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """Computes the reward for the chosen text and for the rejected text."""
+        """Computes the rewards for the chosen text and for the rejected text."""
         return jax.vmap(model)(example.ids, example.seen)[:, 0].astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:

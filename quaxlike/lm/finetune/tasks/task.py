@@ -15,19 +15,19 @@ from ..settings import DataSettings, TaskSettings, TrainSettings
 
 
 class AbstractTask(eqx.Module):
-    """Abstract base class for tasks. These convert data to examples and define a loss and metrics.
+    """Abstract base class for tasks. They convert data to examples, and define a loss and metrics.
 
-    Importantly, the loss must be a sum over the batch, so that we can shard batches over devices.
+    The loss must be a sum over the batch, so that batches can be sharded over devices.
     """
 
     help: ClassVar[str]
-    """The models and data that the task supports. For `--help`, so this should have two columns."""
+    """The supported models and data. For `--help`, so this should have two columns."""
     models: ClassVar[str]
-    """The models that the task supports. For error messages."""
+    """The supported models. For error messages."""
     peft_type: ClassVar[str]
-    """The `task_type` that this corresponds to in PEFT's configuration."""
+    """The corresponding `task_type` in PEFT's configuration."""
     own: ClassVar[type[TaskSettings] | None] = None
-    """The type of the settings for this task. If this is None then `--task` doesn't list it."""
+    """The type of the task's settings. If None then `--task` doesn't list it."""
     needs_name: ClassVar[bool] = True
     """Whether `--task` must name this task. If not, it's also the default for any suitable model."""
     least_batch: ClassVar[int] = 1
@@ -39,40 +39,40 @@ class AbstractTask(eqx.Module):
     compares_with_start: ClassVar[bool] = False
     """Whether the loss compares with the model before training.
 
-    If we are continuing to train an adapter, then this includes the adapter, and it is passed as the teacher.
+    If training an existing adapter further, then this includes the adapter and is passed as the teacher.
     """
 
     @classmethod
     @abc.abstractmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
-        """Returns whether the task is suitable for a model, which was loaded from this checkpoint folder."""
+        """Returns whether the task is suitable for the model from a checkpoint folder."""
 
     @classmethod
     def begun(
         cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
     ) -> tuple[PyTree, DataSettings]:
-        """Prepares a model for the task. For example, this might replace its last layer.
+        """Prepares a model for the task, e.g. by replacing its last layer.
 
-        Also returns the settings, to which we add anything that we had to infer from the data. So if you call
-        this again with the new settings then you get the same model. `config` comes from the checkpoint.
+        Also returns the settings, including anything inferred from the data. Calling this again with the new
+        settings gives the same model. `config` comes from the checkpoint.
         """
         return model, data
 
     @classmethod
     @abc.abstractmethod
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "AbstractTask":
-        """Creates the task for a model, for which `takes` must have returned True."""
+        """Creates the task for a model. `takes` must have returned True for it."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         """Encodes a row of data. Returns None if truncation leaves nothing to train on."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
-        """Returns the parts of the model that the task doesn't use, so that we don't adapt them."""
+        """Returns the parts of the model not used by the task. (Don't adapt these.)"""
         return ()
 
     def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
-        """Loads the teacher, if there is one. `config` comes from the checkpoint that we train."""
+        """Loads the teacher, if there is one. `config` comes from the checkpoint being trained."""
         return None
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
@@ -81,14 +81,14 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
-        """Computes the output for a single example, which is a batch without its leading axis."""
+        """Computes the output for a single example, i.e. a batch without its leading axis."""
 
     @abc.abstractmethod
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         """Computes the loss, summed over the batch."""
 
     def weight(self, batch: Batch) -> float:
-        """Returns the number of terms in the loss. By default there is one for each example."""
+        """Returns the number of terms in the loss. Default: one for each example."""
         return float(len(batch.ids))
 
     @abc.abstractmethod
@@ -97,6 +97,6 @@ class AbstractTask(eqx.Module):
 
 
 def cross_entropy(logits: Float[Array | np.ndarray, "*batch classes"], labels: Any) -> Float[Array, "*batch"]:
-    import optax  # not at module level, as listing the tasks should work without the extra `lm`
+    import optax  # not at module level: listing the tasks should work without the extra `lm`
 
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)

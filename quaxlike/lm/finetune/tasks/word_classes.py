@@ -1,4 +1,4 @@
-"""`--task classify` for words that have labels, for example in named entity recognition."""
+"""`--task classify` for words with labels, e.g. in named entity recognition."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +18,8 @@ from .task import cross_entropy
 class WordClasses(AbstractClassification):
     """Token classification. Rows have the form `{"tokens": [...], "ner_tags": [...]}`.
 
-    Words are joined by spaces, and then only the first token of each word contributes to the loss. (This is
-    the same as in `run_ner.py` in transformers.)
+    Words are joined by spaces. As in transformers' `run_ner.py`, only the first token of each word
+    contributes to the loss.
     """
 
     help: ClassVar[str] = """\
