@@ -23,7 +23,7 @@ _lock = threading.Lock()
 class OpenFile:
     """A file opened for reading.
 
-    If another file replaces the path, then reads continue from the original file. If the file itself is
+    If another file replaces the path, then reads continue from the original file. If this file itself is
     modified, then reads raise an error.
 
     **Attributes:**
@@ -56,7 +56,7 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Memory-maps an array. Like `read`, raises an error if the file has already been modified."""
+        """Memory-maps an array. Like `read`, this raises an error if the file has already been modified."""
         self._check(name)
         with _lock:  # `memmap` moves the file position
             return np.memmap(self.file, dtype, "r", offset, shape)

@@ -349,7 +349,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
 
 
 def _if_later(tensors: Tensors) -> str:
-    """Returns a suffix for error messages, empty unless a later version of quaxlike wrote the file."""
+    """Returns a suffix for error messages, empty unless a later version of quaxlike wrote this file."""
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
 
