@@ -67,10 +67,9 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """Shards one more axis of an array, over the mesh axes not used yet.
+    """Shards one axis of an array over the mesh axes that aren't used yet.
 
-    Prefers an axis already sharded: an all-gather then preserves the order. Otherwise this is the longest
-    axis.
+    Prefers an axis that is already sharded (an all-gather then preserves the order), and then the longest.
     """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}

@@ -161,8 +161,8 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. This can be a dict of regular
             expressions, unless the model is itself a dict;
         - the output of `specs_for`;
-        - a prefix of the model with specs for leaves. Each applies to all arrays below it. For Values, a spec
-            refers to the logical array.
+        - a pytree of specs, as a prefix of the model. Each spec applies to all arrays below it. For Values, a
+            spec refers to the logical array.
 
     **Returns:** the model with its arrays sharded over the mesh. All other leaves are unchanged.
 
@@ -244,8 +244,8 @@ def _is_array(x: Any) -> bool:
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Constrains how the arrays in a model are sharded inside `jax.jit`.
 
-    For example, use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]. Then XLA gathers the
-    codes and scales rather than the materialised weights, and activations remain sharded along the batch
+    For example, use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]. This way, codes and
+    scales are gathered rather than the materialised weights, and activations remain sharded along the batch
     axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
 
     **Arguments:**

@@ -1,4 +1,4 @@
-"""Reads arrays directly onto a mesh, possibly of several processes.
+"""Reads arrays directly onto a mesh, possibly across several processes.
 
 If possible, each process only reads the rows on its own devices. This requires each row of a Value to depend
 only on the same row of every array inside it (`goes_by_rows`). Otherwise, it reads the whole array.
@@ -23,9 +23,9 @@ class RowReader:
     """An array or Value readable in parts.
 
     `count` is the length of the first axis. It is None if the array can only be read as a whole: then `read`
-    is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, with multiples of
-    `step` or the array's end for bounds. This may return a view of a file. `then` is applied to the rows
-    read, and must operate on each row independently.
+    is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, from and to multiples
+    of `step` or the array's end. This may return a view of a file. `then` is applied to the rows read, and
+    must operate on each row independently.
     """
 
     count: int | None
