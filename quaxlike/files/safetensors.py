@@ -372,10 +372,10 @@ def _is_array(leaf: Any) -> bool:
 # -------------------------------------------------------------------------------------------------
 # Values as JSON: the manifest of arrays stored as several tensors
 #
-# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
-# alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
-# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
-# `dtype`, `unit`, `float`, `complex` and `value` are static.
+# Each node is a dict, and its first key is the kind of node. A `type` is the name of a class, with its
+# `fields` alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside. `base`
+# is the base weight of an adapter, taken from the model. A `tuple` contains further nodes. `dtype`, `unit`,
+# `float`, `complex` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
