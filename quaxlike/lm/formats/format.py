@@ -57,7 +57,7 @@ class Format:
 
     **Attributes:**
 
-    - `methods`: the values of `quant_method` in `config.json` for this format. Writing uses the first.
+    - `methods`: this format's `quant_method`s in `config.json`. Writing uses the first.
     - `weights`: a function from a checkpoint's tensors and settings to its weights, keyed by their
         unquantised names. This includes incomplete weights, but reading them raises an error.
     - `codes`: the suffixes of tensors that must be part of a weight. If one isn't, then the checkpoint is

@@ -204,7 +204,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
-    """Returns the prefix of the decoder's body, if the adapter is just for this (`AutoModel`)."""
+    """Returns the prefix of the decoder's body, if the adapter is just for the body (`AutoModel`)."""
     named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None

@@ -423,7 +423,7 @@ def _without_head(model: PyTree, published: str) -> Rename:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """Returns the layout of a layer. If this isn't known, it is the adapter's."""
+    """Returns the layout of a layer, or its adapter's if unknown."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # attention heads, or the window of a convolution
