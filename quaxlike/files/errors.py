@@ -11,7 +11,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def quoted(value: Any) -> str:
-    """Returns the `repr` of a value that was read from a file. Long values are truncated."""
+    """Returns the `repr` of a value read from a file, truncated if long."""
     return _SHORT.repr(value)
 
 
@@ -20,15 +20,13 @@ def shortened(text: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Lists just the first few names, together with how many others there are."""
+    """Lists the first few names, and how many others there are."""
     first, others = (names := list(names))[:5], len(names) - 5
     return ", ".join(map(shortened, first)) + (f" and {others:,} more" if others > 0 else "")
 
 
 class ErrorAboutFiles(ValueError):
-    """An error whose message can quote from a file. The message is truncated, so that it's never too long, no
-    matter what is in the file.
-    """
+    """An error that may quote from a file. Long messages are truncated, whatever the file contains."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > 4_000:
@@ -41,9 +39,7 @@ class CheckpointError(ErrorAboutFiles):
 
 
 def hub_hint(path: Any) -> str:
-    """Suggests how to download a Hugging Face repository, if that is what a missing path looks like. This is
-    empty otherwise.
-    """
+    """Suggests a download if a missing path looks like a Hugging Face repository. Empty otherwise."""
     name = os.fspath(path)
     files = (".safetensors", ".gguf", ".json")
     if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
@@ -55,5 +51,5 @@ def hub_hint(path: Any) -> str:
 
 
 def file_error(path: Any, key: str | None, problem: str) -> CheckpointError:
-    """Creates an error whose message mentions the file and the entry."""
+    """Creates an error naming the file and the entry."""
     return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

@@ -1,7 +1,7 @@
 """Parsing of JSON from untrusted files, with bounds on its size and nesting.
 
-Python's parser can use about 20 times as much memory as the input, and it recurses into nested lists. This
-means that without any bounds, even a small file could exhaust memory or overflow the stack.
+Python's parser can use about 20 times as much memory as the input, and recurses into nested lists. Without
+bounds, even a small file could exhaust memory or overflow the stack.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any
 from .errors import file_error
 from .open_file import OpenFile, check_regular
 
-_MAX_BYTES = 64 << 20  # in practice configurations and indices are far smaller than this
-_MAX_LEVELS = 64  # the maximum nesting of lists and objects, so that we don't overflow Python's stack
+_MAX_BYTES = 64 << 20  # in practice configurations and indices are far smaller
+_MAX_LEVELS = 64  # of nested lists and objects, so as not to overflow Python's stack
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     """Parses a JSON object from untrusted bytes. Error messages refer to it as `what` in the file `path`.
 
-    **Raises:** `CheckpointError` if this isn't a JSON object, if it has duplicate names, or if it would
-    require much more memory than the input itself.
+    **Raises:** `CheckpointError` if this isn't a JSON object, if it has duplicate names, or if it would take
+    much more memory than the input.
     """
     return _require_kind(path, _parsed(path, text, what), what, dict)
 
@@ -59,9 +59,8 @@ def _parsed_file(path: Path, what: str) -> Any:
 def _parsed(path: Path, text: bytes | str, what: str) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        text.encode()  # this raises an error for lone surrogates
-        # For example, an empty list is only three characters long (with its comma), but takes up 64 bytes of
-        # memory.
+        text.encode()  # raises an error for lone surrogates
+        # An empty list takes three characters (with its comma), but 64 bytes of memory.
         containers = text.count("[") + text.count("{")
         if containers > 10_000 + len(text) // 8:
             raise ValueError(f"{containers:,} lists and objects are too many for {len(text):,} characters")

@@ -1,8 +1,8 @@
-"""A file that is kept open, so that everything is read from the same version of it.
+"""A file kept open, so everything is read from the same version of it.
 
-Tensors are loaded lazily, which is often long after we have read the header. If somebody overwrites the file
-in between, then the offsets in the header no longer refer to the right data. To detect this, we check the
-size and modification time of the file on every read.
+Tensors are loaded lazily, often long after the header. If somebody overwrites the file in between, then the
+header's offsets no longer refer to the right data. To detect this, every read checks the file's size and
+modification time.
 """
 
 import os
@@ -21,15 +21,15 @@ _lock = threading.Lock()
 
 
 class OpenFile:
-    """A file that is open for reading.
+    """A file opened for reading.
 
-    If the path is replaced by another file, then we keep reading from the original file. If the file itself
-    is modified, then reading from it raises an error.
+    If another file replaces the path, then reads continue from the original file. If this file itself is
+    modified, then reads raise an error.
 
     **Attributes:**
 
-    - `path`: the path of the file at the time it was opened.
-    - `file`: the file object, which is used to read the header.
+    - `path`: the path when the file was opened.
+    - `file`: the file object, for reading the header.
     - `size`: the size in bytes.
 
     **Raises:** `FileNotFoundError` if this is not a regular file.
@@ -40,16 +40,14 @@ class OpenFile:
         self.path = path
         self.file = open(path, "rb")  # noqa: SIM115 (closed with the last reference)
         weakref.finalize(self, self.file.close)
-        # Without waiting, a later change might not update the timestamp.
+        # Without waiting, a later change may not update the timestamp.
         if 0 <= time.time_ns() - self._now()[1] < _TICK:
             time.sleep(_TICK / 1e9)
         self._state = self._now()
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Reads the bytes of the entry called `name`. Raises `CheckpointError` if the file has been
-        modified.
-        """
+        """Reads the bytes of the entry `name`. Raises `CheckpointError` if the file has been modified."""
         parts, end = [], offset + nbytes
         while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
@@ -58,15 +56,13 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Memory-maps an array. Just like `read`, this raises an error if the file has already been
-        modified.
-        """
+        """Memory-maps an array. Like `read`, this raises an error if the file has already been modified."""
         self._check(name)
         with _lock:  # `memmap` moves the file position
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Returns whether the path still refers to the file that we opened."""
+        """Returns whether the path still refers to the opened file."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -96,9 +92,7 @@ def foreign(file: OpenFile, kind: str) -> CheckpointError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for pipes, devices and folders, because reading from these could block
-    forever.
-    """
+    """Raises `FileNotFoundError` for pipes, devices and folders: reading these could block forever."""
     if not path.is_file():
         problem = "is not a regular file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {problem}.")

@@ -1,4 +1,4 @@
-"""`save` and `load`, which store whole models (including any Values they contain) as safetensors files."""
+"""`save` and `load`, for whole models (including any Values in them) as safetensors files."""
 
 import contextlib
 import dataclasses
@@ -48,19 +48,18 @@ _Types = Mapping[str, type]
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
     """Saves all arrays in a model (plain, quantised, adapted or sparse) under their dotted names.
 
-    Note that *only* arrays are saved. Everything else that makes up the model (its structure, functions and
-    numbers) must be recreated in code when loading. Plain arrays are saved as ordinary tensors, which means
-    that any safetensors library can read them. All other arrays are saved as one tensor per part, with a
-    manifest in the header that describes how to reassemble them. If any weights are quantised, then the
-    header includes a `recipe` for `quaxlike.quantize.from_file`. The file is written atomically and its
-    contents are deterministic.
+    *Only* arrays are saved. Everything else in the model (its structure, functions and numbers) must be
+    recreated in code when loading. Plain arrays become ordinary tensors, readable by any safetensors library.
+    All other arrays become one tensor per part, with a manifest in the header describing how to reassemble
+    them. If any weights are quantised, then the header includes a `recipe` for `quaxlike.quantize.from_file`.
+    The file is written atomically and its contents are deterministic.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `model`: any pytree.
-    - `types`: any custom classes that appear in the model, in addition to the ones provided by quaxlike.
-        These must be dataclasses, such as subclasses of `quaxlike.ArrayValue`.
+    - `types`: any custom classes in the model, in addition to quaxlike's own. These must be dataclasses, such
+        as subclasses of `quaxlike.ArrayValue`.
 
     **Raises:** `CheckpointError` if a value can't be saved. In this case no file is written.
 
@@ -84,8 +83,9 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 def stored(
     path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = (), model: Any = None
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Returns the tensors for some named arrays, together with a header that describes their types and
-    quantisation. The layers of `model` say which axes of these are inputs; without it, their names do.
+    """Returns the tensors for some named arrays, and a header describing their types and quantisation.
+
+    The layers of `model` say which axes are inputs; without it, the names do.
 
     **Raises:** `CheckpointError` if a value can't be saved.
     """
@@ -122,26 +122,24 @@ def stored(
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Loads a file written by `save`, or any other safetensors file whose names match the model's.
+    """Loads a file written by `save`, or any other safetensors file with the model's names.
 
-    The types of arrays are determined by the file, and their shapes and dtypes by `like`. For example, this
-    means that you can load a file containing quantised weights into the original, unquantised model.
+    The file determines the types of arrays, and `like` their shapes and dtypes. For example, you can load
+    quantised weights into the original, unquantised model.
 
     **Arguments:**
 
     - `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder containing either.
-    - `like`: a model with the same structure, whose arrays can be `jax.ShapeDtypeStruct`s (see
+    - `like`: a model with the same structure. Its arrays can be `jax.ShapeDtypeStruct`s (see
         `eqx.filter_eval_shape`).
     - `types`: as for `save`.
-    - `strict`: whether to raise an error if the file has arrays that aren't in the model. Defaults to True.
+    - `strict`: whether to raise an error if the file has arrays missing from the model. Defaults to True.
 
-    **Returns:** `like` with its arrays replaced by the ones in the file. These are NumPy arrays where `like`
-    has one. In place of a `jax.ShapeDtypeStruct`, which cannot tell, so are arrays of 64 bits while JAX
-    computes in 32.
+    **Returns:** `like` with its arrays replaced by the file's. These are NumPy arrays where `like` has one.
+    So are 64-bit arrays in place of a `jax.ShapeDtypeStruct`, unless `jax_enable_x64` is set.
 
     **Raises:** `FileNotFoundError` if `path` doesn't exist. `CheckpointError` if the checkpoint is damaged,
-    was saved by an unknown version, or doesn't match the model. The error message includes the file and the
-    array.
+    was saved by an unknown version, or doesn't match the model. The message names the file and the array.
     """
     tensors = open_tensors(path)
     nodes = _read_manifest(tensors)
@@ -164,7 +162,7 @@ def load(
         with _rebuilding(name, tensors):
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
-        # `eqx.filter_eval_shape` gives NumPy arrays the dtypes that they would have in JAX.
+        # `eqx.filter_eval_shape` gives NumPy arrays their dtypes in JAX.
         is_described = isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(found, np.ndarray)
         dtypes = {dtype, jax.dtypes.canonicalize_dtype(dtype)} if is_described else {dtype}
         if shape != tuple(leaf.shape) or leaf.dtype not in dtypes:
@@ -183,12 +181,11 @@ def load(
 
 @checked
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Saves only the adapters in a model, without the weights that they are applied to.
+    """Saves only the adapters in a model, without their base weights.
 
-    The file contains all parts of each adapter, along with any other arrays that are trained directly. The
-    base weights are only included if they are trained as well (`gradients="train"` or
-    [`quaxlike.train_scales`][]). If you need a file for software that only supports LoRA, then use
-    [`quaxlike.lm.peft.save_adapter`][] instead.
+    The file contains all parts of each adapter, along with any other arrays trained directly. Base weights
+    are only included if they are trained as well (`gradients="train"` or [`quaxlike.train_scales`][]). For
+    software that only supports LoRA, use [`quaxlike.lm.peft.save_adapter`][] instead.
 
     **Arguments:**
 
@@ -196,9 +193,8 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
     - `model`: a model with adapters, such as the output of [`quaxlike.adapt`][].
     - `types`: any custom classes, as for `save`.
 
-    **Raises:** `ValueError` if the model doesn't have any adapters, or if an initialisation has moved part of
-    a weight into an adapter, in which case you must save the whole model. `CheckpointError` if a value can't
-    be saved.
+    **Raises:** `ValueError` if the model has no adapters, or if an initialisation has moved part of a weight
+    into an adapter (then save the whole model). `CheckpointError` if a value can't be saved.
 
     !!! example
 
@@ -233,8 +229,8 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model without adapters. It's fine for its weights to be of a different type than when
-        saving, e.g. quantised to 4 bits.
+    - `model`: the model without adapters. Its weights may have a different type than when saving, e.g.
+        quantised to 4 bits.
     - `types`: any custom classes, as for `save_adapters`.
 
     **Returns:** the adapted model.
@@ -276,7 +272,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
 
 
 class _Base:
-    """A placeholder for the base of an adapter. This is used for files that don't include the base."""
+    """A placeholder for the base of an adapter, in files without it."""
 
 
 _BASE: Any = _Base()
@@ -289,10 +285,9 @@ def _without_base(x: AdaptedArray) -> AdaptedArray:
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """Finds the Values in a file that was written by `save`.
+    """Finds the Values in a file written by `save`.
 
-    Returns a dict from names to functions that read the Value, and the set of all tensors that these Values
-    consist of.
+    Returns a dict from names to functions reading the Value, and the set of all tensors in these Values.
     """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
@@ -312,12 +307,12 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
 
 @contextlib.contextmanager
 def _rebuilding(name: str, tensors: Tensors) -> Iterator[None]:
-    """Names the array in any error that is raised while it is rebuilt from its tensors."""
+    """Names the array in any error raised while rebuilding it from its tensors."""
     try:
         yield
     except CheckpointError:
         raise
-    # If the file has inconsistent values then a type could raise any kind of error.
+    # For inconsistent values, a type may raise any kind of error.
     except Exception as error:
         raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
@@ -344,7 +339,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
-    dtypes = manifest.get("dtypes", {})  # files written by older versions don't have this
+    dtypes = manifest.get("dtypes", {})  # older files don't have this
     if not isinstance(dtypes, dict):
         raise tensors.error("dtypes", "the manifest must hold an object here")
     for name, dtype in dtypes.items():
@@ -354,9 +349,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
 
 
 def _if_later(tensors: Tensors) -> str:
-    """Returns a suffix for error messages, which is only nonempty if the file was written by a later version
-    of quaxlike.
-    """
+    """Returns a suffix for error messages, empty unless a later version of quaxlike wrote this file."""
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
 
@@ -377,12 +370,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Values as JSON: the manifest of those arrays that consist of several tensors
+# Values as JSON: the manifest of arrays stored as several tensors
 #
-# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
-# alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
-# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
-# `dtype`, `unit`, `float`, `complex` and `value` are static.
+# Each node is a dict, and its first key is the kind of node. A `type` is the name of a class, with its
+# `fields` alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside. `base`
+# is the base weight of an adapter, taken from the model. A `tuple` contains further nodes. `dtype`, `unit`,
+# `float`, `complex` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -391,9 +384,9 @@ _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 
 @functools.cache
 def _shipped_types() -> _Types:
-    """Returns all types in `quaxlike.arrays` and `quaxlike.adapters`, and in their parts, keyed by name.
+    """Returns all types in `quaxlike.arrays` and `quaxlike.adapters`, and in their submodules, keyed by name.
 
-    This imports all of their modules, because the file could contain types that haven't been imported yet.
+    This imports all of their modules: the file may contain types not imported yet.
     """
     names = [
         module.name
@@ -410,7 +403,7 @@ def _shipped_types() -> _Types:
 
 
 def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """Converts `x` to a node. All arrays are passed to `put`, using names that start with `name`.
+    """Converts `x` to a node. Passes all arrays to `put`, under names starting with `name`.
 
     Raises `TypeError` if a value can't be saved.
     """
@@ -445,7 +438,7 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
-    """The inverse of `_encode`. `get` returns a tensor given its name. It is also used to look up the base.
+    """The inverse of `_encode`. `get` looks up a tensor by its name, or the base.
 
     Raises `ValueError` if a node wasn't produced by `_encode`, or if a value is inconsistent.
     """
@@ -498,8 +491,7 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     unknown = set(fields) - {*known, *older}
     if differing := ", ".join(sorted((set(known) ^ set(given)) | unknown)):
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
-    # Just like when unflattening a pytree, don't call `__init__`, because its parameters might be different
-    # from the fields.
+    # As when unflattening a pytree, don't call `__init__`: its parameters may differ from the fields.
     value = object.__new__(cls)
     for name, x in given.items():
         object.__setattr__(value, name, x)

@@ -1,7 +1,7 @@
 """Support for the safetensors format, as either a single file or several files with an index.
 
-Headers are untrusted. So we check every offset against the size of the file, and require that the tensors
-exactly cover the data. This ensures that no entry can read past the end of the file or alias another tensor.
+Headers are untrusted, so we check every offset against the file's size, and require the tensors to cover the
+data exactly. Then no entry can read past the end of the file or alias another tensor.
 
 Source: the format specification, <https://huggingface.co/docs/safetensors>.
 """
@@ -35,7 +35,7 @@ __all__ = [
     "write_to",
 ]
 
-# These are in the same order as in the reference implementation, which sorts tensors by decreasing alignment.
+# In the order of the reference implementation, which sorts tensors by decreasing alignment.
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype) for name, dtype in {
         "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -48,7 +48,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 
 _METADATA = "__metadata__"  # the only key in a header that isn't a tensor
-_MAX_HEADER = 100_000_000  # bytes, the same limit as in the reference implementation
+_MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
 class TensorInfo(NamedTuple):
@@ -64,18 +64,17 @@ class TensorInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Tensors(Mapping[str, np.ndarray]):
-    """A mapping from names to the tensors in a checkpoint. We only keep the headers in memory.
+    """A mapping from names to the tensors in a checkpoint. Only the headers are kept in memory.
 
-    Each tensor is read from disk when you look it up.
+    Looking up a tensor reads it from disk.
 
     **Attributes:**
 
-    - `path`: the file or folder that was opened.
+    - `path`: the opened `.safetensors` file or index.
     - `info`: the dtype, shape and offset of each tensor.
-    - `metadata`: the string-valued entries of the header. For sharded checkpoints, these are from the first
-        file.
-    - `unlisted`: the names of any tensors that aren't listed in the index of a sharded checkpoint.
-    - `files`: the underlying files, which are kept open.
+    - `metadata`: the string-valued entries of the header. For sharded checkpoints, this is the first file's.
+    - `unlisted`: the names of any tensors missing from the index of a sharded checkpoint.
+    - `files`: the underlying files, kept open.
     """
 
     path: Path
@@ -85,11 +84,11 @@ class Tensors(Mapping[str, np.ndarray]):
     files: Sequence[OpenFile] = ()
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
-        """Creates an error whose message mentions this file and a tensor (or some other entry)."""
+        """Creates an error naming this file and a tensor (or some other entry)."""
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:
-        """Returns whether the files on disk are still the ones that were opened."""
+        """Returns whether the files on disk are still the opened ones."""
         return all(file.is_current() for file in self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -100,7 +99,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Memory-maps a tensor, so that we only read the parts from disk that are actually used."""
+        """Memory-maps a tensor, so only the parts in use are read from disk."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
@@ -141,8 +140,7 @@ def write_tensors(
 ) -> None:
     """Atomically writes tensors to a file.
 
-    The output is deterministic. In fact, it is byte-for-byte identical to what the reference implementation
-    would write.
+    The output is deterministic, and byte-for-byte identical to the reference implementation's.
     """
     path = Path(path)
     with replacing(path) as file:
@@ -152,7 +150,7 @@ def write_tensors(
 def write_to(
     file: BinaryIO, path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes tensors to the open `file`. `path` is only used for error messages."""
+    """Writes tensors to the open `file`. `path` is only for error messages."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
             raise file_error(path, name, f"the format has no dtype {array.dtype}")
@@ -183,7 +181,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """Converts `array` to a JAX array, except if JAX would truncate it from 64 to 32 bits."""
+    """Converts `array` to a JAX array, unless JAX truncates it from 64 to 32 bits."""
     return from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -232,7 +230,7 @@ def _open_index(file: OpenFile) -> Tensors:
 
 
 def _is_plain_name(file: str) -> bool:
-    """Returns whether `file` is just a filename, without any folders, on every operating system."""
+    """Returns whether `file` is a filename without folders on every operating system."""
     try:
         is_short = len(file.encode()) <= 255
     except UnicodeEncodeError:  # it contains a lone surrogate
@@ -295,7 +293,7 @@ def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) ->
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
-    """Checks that tensors don't overlap, and that every byte belongs to some tensor."""
+    """Checks that tensors cover every byte, and don't overlap."""
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -309,7 +307,7 @@ def are_sizes(x: Any) -> TypeGuard[list[int]]:
     """Returns whether `x` is a valid shape. NumPy supports up to 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
-    return math.prod(n for n in x if n) < 2**63  # just like NumPy, ignore axes of size 0
+    return math.prod(n for n in x if n) < 2**63  # like NumPy, ignore axes of size 0
 
 
 def _is_interval(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Sharding models, including any Values they contain, over a mesh of devices."""
+"""Sharding models, including any Values in them, over a mesh of devices."""
 
 from typing import Any
 

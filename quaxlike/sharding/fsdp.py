@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, in which each device stores an equal shard of every weight."""
+"""Fully sharded data parallelism: each device stores an equal shard of every weight."""
 
 import math
 from collections.abc import Sequence
@@ -17,21 +17,20 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
     """Creates a rule for fully sharded data parallelism.
 
-    Each device stores an equal shard of every weight, and weights are all-gathered when they are used. The
-    arrays inside a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along
-    any axis that is divisible by the device count. This means that we gather packed codes, rather than
-    the much larger materialised weights. One-dimensional arrays, such as norm scales and biases, are
-    replicated.
+    Each device stores an equal shard of every weight, and weights are all-gathered when used. The arrays
+    inside a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along any axis
+    divisible by the device count. This means gathering packed codes, rather than the much larger materialised
+    weights. One-dimensional arrays, such as norm scales and biases, are replicated.
 
     **Arguments:**
 
-    - `mesh`: the mesh, which can be an abstract mesh.
-    - `axis`: the mesh axis (or axes) to shard over. Defaults to all axes that aren't used by `over`.
-    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel], whose shards should be
-        sharded further. Defaults to none.
+    - `mesh`: the mesh. This can be an abstract mesh.
+    - `axis`: the mesh axis (or axes) to shard over. Defaults to all axes not used by `over`.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Its shards are sharded
+        further. Defaults to none.
 
     **Returns:** a rule for use with [`shard`][quaxlike.sharding.shard] or
-    [`specs_for`][quaxlike.sharding.specs_for]. It can be used for any model, and for optimiser states.
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for any model, and for optimiser states.
 
     **Raises:** `ValueError` if the mesh doesn't have an axis with the given name.
 
@@ -68,10 +67,9 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """Shards one more axis of an array over the mesh axes that aren't used yet.
+    """Shards one axis of an array over the mesh axes that aren't used yet.
 
-    If possible, we pick an axis that is already sharded, as an all-gather then preserves the order. Otherwise
-    we pick the longest axis.
+    Prefers an axis that is already sharded (an all-gather then preserves the order), and then the longest.
     """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}

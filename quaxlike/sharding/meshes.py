@@ -1,6 +1,6 @@
-"""Helpers for meshes, for example to find which mesh some arrays are on or to parse a mesh from a string.
+"""Helpers for meshes, e.g. to find the mesh some arrays are on, or to parse a mesh from a string.
 
-If a mesh has explicit axes, then JAX can't infer the output sharding for some operations (such as indexing),
+If a mesh has explicit axes, then JAX can't infer the output sharding of some operations (such as indexing),
 and raises an error during tracing. Models should use the functions below, which specify these shardings.
 """
 
@@ -22,8 +22,7 @@ SEQUENCE_AXES = ("seq", "context", "cp")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """Finds the mesh axis for expert parallelism. If there isn't one, then this is the axis for tensor
-    parallelism.
+    """Finds the mesh axis for expert parallelism, or else the axis for tensor parallelism.
 
     Returns None if neither is available, or if `count` isn't divisible by its size.
     """
@@ -38,7 +37,7 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 def sequence_axis(tree: Any) -> str | None:
     """Finds the mesh axis for context parallelism, i.e. along the first axis (tokens) in the given arrays.
 
-    Returns None if there is no such axis, or if the token count isn't divisible by its size.
+    Returns None if there isn't one, or if the token count isn't divisible by its size.
     """
     if (mesh := mesh_of(tree)) is None:
         return None
@@ -51,9 +50,7 @@ def sequence_axis(tree: Any) -> str | None:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Returns the mesh of the arrays in a tree, or None if they are on a single device. This also works
-    inside `jax.jit`.
-    """
+    """Returns the mesh of the arrays in a tree (also inside `jax.jit`), or None if they are on one device."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
@@ -61,8 +58,8 @@ def mesh_of(tree: Any) -> Any:
 def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Creates a mesh over all devices from a string such as "data=2,model=4". Its axes are all automatic.
 
-    By default the mesh uses the available devices. Passing `devices` makes it possible to compile for other
-    devices instead, e.g. the ones in a topology description.
+    By default these are the available devices. Pass `devices` to compile for others, e.g. the ones in a
+    topology description.
 
     **Raises:** `ValueError` if the string is malformed, or if the number of devices doesn't match.
     """
@@ -89,9 +86,7 @@ def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.shard
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """Looks up rows in an embedding. The output is sharded in the same way as the tokens, and its rows aren't
-    sharded.
-    """
+    """Looks up rows in an embedding. The output is sharded like the tokens, and its rows aren't sharded."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(lambda at: embedding(at))(at)
@@ -100,7 +95,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """Reshards `x` so that its last axis isn't sharded."""
+    """Reshards `x`, with its last axis unsharded."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -109,10 +104,9 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """If the first axis of every array in a tree is sharded over `axis`, returns the Values underlying its
-    leaves.
+    """Returns the Values underlying a tree's leaves, if the first axis of every array is sharded over `axis`.
 
-    Otherwise this returns None.
+    Otherwise, this returns None.
     """
     tree = jax.tree.map(value_of, tree)
     divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))

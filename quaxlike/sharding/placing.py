@@ -1,8 +1,8 @@
-"""Partition specs for models that contain Values, and functions that shard such models over a mesh.
+"""Partition specs for models with Values, and functions sharding these models over a mesh.
 
-A spec describes the logical array, from which we derive the specs for each array inside a Value.
-Importantly, every shard of a Value must itself be a Value of the same type with whole blocks, because
-without this devices couldn't compute with their shards.
+A spec describes the logical array. From this we derive the specs for each array inside a Value. Every shard
+of a Value must itself be a Value of the same type with whole blocks, or else devices can't compute with their
+shards.
 """
 
 import math
@@ -32,26 +32,25 @@ Rule = NamedRule | Mapping[str, jax.P]
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
     """Computes the partition spec for every array in a model, including arrays inside Values.
 
-    Rules apply to logical arrays. For example, the spec for a weight of shape `(out, in)` works regardless of
-    whether this is a plain array, 4-bit codes with scales, or either with an adapter.
+    Rules apply to logical arrays. For example, the spec for a weight of shape `(out, in)` works for a plain
+    array, for 4-bit codes with scales, and for either with an adapter.
 
     **Arguments:**
 
     - `model`: any pytree. Its arrays can be `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`).
-    - `rule`: a dict from regular expressions to partition specs, in which the first expression that matches a
-      full name is used, and a layer's name refers to its `weight`. Alternatively, a function of the name and
-      the array or Value that returns a spec, or a Value with a spec in place of each array, as do
-        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
-        spec is missing or None are replicated.
+    - `rule`: a dict from regular expressions to partition specs. The first expression matching a full name is
+        used, and a layer's name refers to its `weight`. Alternatively, a function of the name and the array
+        or Value. This returns a spec, or a Value with a spec in place of each array; examples are
+        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays without
+        a spec, or with None, are replicated.
 
-    Note that if the scales are themselves quantised, then their blocks span several rows. If a spec shards
-    the rows of such a weight, then we return specs for a weight with float32 scales, and
-    [`shard`][quaxlike.sharding.shard] converts the weight accordingly. This leaves the weight's values
-    unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks of 64).
+    Quantised scales have blocks spanning several rows. If a spec shards the rows of a weight with quantised
+    scales, then the output has specs for float32 scales instead, and [`shard`][quaxlike.sharding.shard]
+    converts the weight accordingly. This leaves the weight's values unchanged, but increases its size from
+    4.13 to 4.5 bits per element (for blocks of 64).
 
     **Returns:** the model, with each array (including arrays inside Values) replaced by a `jax.P`, and all
-    other leaves replaced by None. You can pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or
-    `jax.jit`.
+    other leaves by None. Pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
 
     **Raises:** `ValueError` if a pattern doesn't match anything (the error message suggests similar names),
     or if a spec isn't valid for an array or Value.
@@ -80,10 +79,10 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """Converts a rule to a callable. Raises an error if any regular expression doesn't match anything.
+    """Converts a rule to a callable. Raises an error if any regular expression matches nothing.
 
-    **Arguments:** `arrays` maps these names to arrays, which allows for better hints in error messages. By
-    default, hints only list the names.
+    **Arguments:** `arrays` maps these names to arrays, for better hints in error messages. By default, hints
+    only list the names.
     """
     if not isinstance(rule, Mapping):
         return rule
@@ -98,7 +97,7 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
     """Returns the spec for an array. For a Value, this is the Value with a spec in place of each leaf.
 
-    `spec` is either a spec for the logical array, None, or a Value that already contains specs.
+    `spec` is either a spec for the logical array, None, or a Value already containing specs.
     """
     if is_value(spec):
         return spec
@@ -125,7 +124,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """Replaces quantised scales with float32 scales, so that we can shard along more axes."""
+    """Replaces quantised scales with float32 scales, to allow sharding along more axes."""
 
     def is_quantized(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -136,7 +135,7 @@ def unnested(value: Any) -> Any:
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes in just one entry of a spec."""
+    """Returns the mesh axes in one entry of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -147,11 +146,11 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Shards a model over a mesh.
 
-    You should call this once, before training or generation. Inside `jax.jit`, use
+    Call this once, before training or generation. Inside `jax.jit`, use
     [`constrain`][quaxlike.sharding.constrain] instead.
 
-    If a weight's scales are themselves quantised, then they are converted to float32 if their rows are
-    sharded. (Their blocks span several rows; see [`specs_for`][quaxlike.sharding.specs_for].)
+    Quantised scales become float32 if their rows are sharded. (Their blocks span several rows; see
+    [`specs_for`][quaxlike.sharding.specs_for].)
 
     **Arguments:**
 
@@ -162,8 +161,8 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. This can be a dict of regular
             expressions, unless the model is itself a dict;
         - the output of `specs_for`;
-        - a pytree of specs that is a prefix of the model, in which each spec applies to all arrays below it.
-            For Values, a spec refers to the logical array.
+        - a pytree of specs, as a prefix of the model. Each spec applies to all arrays below it. For Values, a
+            spec refers to the logical array.
 
     **Returns:** the model with its arrays sharded over the mesh. All other leaves are unchanged.
 
@@ -184,7 +183,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    placed: dict[Any, tuple[Any, Any]] = {}  # keyed by identity, so that we only place a shared array once
+    placed: dict[Any, tuple[Any, Any]] = {}  # keyed by identity, to place a shared array only once
 
     def put(x: Any, sharding: Any) -> Any:
         key = id(x), sharding
@@ -197,17 +196,17 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Computes the shapes and shardings that `shard` would return, without actually placing any arrays.
+    """Computes the shapes and shardings of `shard`'s output, without placing any arrays.
 
-    This is useful for restoring a checkpoint directly into its final sharding, for example with Orbax. It's
-    fine for the mesh and the process count to be different from when the checkpoint was saved.
+    Use this to restore a checkpoint directly into its final sharding, for example with Orbax. The mesh and
+    the process count may differ from when it was saved.
 
     **Arguments:**
 
     - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays in `model` can be
-        `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`), since their values aren't used.
+        `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`): their values aren't used.
 
-    **Returns:** the model with each array replaced by a `jax.ShapeDtypeStruct` that has a sharding. All other
+    **Returns:** the model with each array replaced by a `jax.ShapeDtypeStruct` with a sharding. All other
     leaves are unchanged.
 
     **Raises:** `ValueError`, as for `shard`.
@@ -245,14 +244,14 @@ def _is_array(x: Any) -> bool:
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Constrains how the arrays in a model are sharded inside `jax.jit`.
 
-    For example, you can use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]. This ensures
-    that we gather the codes and scales rather than the materialised weights, and that activations remain
-    sharded along the batch axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
+    For example, use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]. This way, codes and
+    scales are gathered rather than the materialised weights, and activations remain sharded along the batch
+    axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. If an array's spec is None, or
-        a rule returns None for it, then it is replicated.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. An array is replicated if its spec
+        is None, or if a rule returns None for it.
 
     **Returns:** the model with its shardings constrained.
 
@@ -276,7 +275,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
         ```
     """
-    at_work: Any = jax.sharding.get_abstract_mesh()  # the axis types are different inside `auto_axes`
+    at_work: Any = jax.sharding.get_abstract_mesh()  # the axis types differ inside `auto_axes`
     if at_work.empty or at_work.shape != mesh.shape:
         at_work = mesh
     explicit = all(kind == jax.sharding.AxisType.Explicit for kind in at_work.axis_types)
@@ -285,7 +284,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
-    # Check for leaves, because a module that contains specs might also be callable.
+    # Check for leaves: a module containing specs may also be callable.
     made = callable(specs) and jtu.all_leaves([specs])
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
@@ -315,7 +314,7 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """Returns an array or a Value in a form that can be sharded, together with the specs for it.
+    """Prepares an array or a Value for sharding, and returns it with its specs.
 
     The arrays can be `jax.ShapeDtypeStruct`s. Raises `ValueError` if they can't be divided evenly.
     """
@@ -331,7 +330,7 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     """Explains why an array can't be sharded according to these specs. Returns None if it can.
 
-    The explanation ends a sentence, which should start with the array's name.
+    The explanation continues a sentence starting with the array's name.
     """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)

@@ -1,8 +1,7 @@
-"""Reads arrays directly onto a mesh, which might span multiple processes.
+"""Reads arrays directly onto a mesh, possibly across several processes.
 
-If possible, each process only reads the rows that are stored on its own devices. This requires that each
-row of a Value depends only on the same row of every array inside it (`goes_by_rows`). If this isn't the case
-then we have to read the whole array.
+If possible, each process only reads the rows on its own devices. This requires each row of a Value to depend
+only on the same row of every array inside it (`goes_by_rows`). Otherwise, it reads the whole array.
 """
 
 import dataclasses
@@ -21,12 +20,12 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """An array or Value that we can read just a part of.
+    """An array or Value readable in parts.
 
-    `count` is the length of the first axis, or None if the array can only be read as a whole, in which case
-    `read` is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
-    multiples of `step` or the array's end. It's fine for this to return a view of a file. `then` is applied
-    to the rows that were read, and must operate on each row independently.
+    `count` is the length of the first axis. It is None if the array can only be read as a whole: then `read`
+    is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, from and to multiples
+    of `step` or the array's end. This may return a view of a file. `then` is applied to the rows read, and
+    must operate on each row independently.
     """
 
     count: int | None
@@ -60,8 +59,8 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
     If every array in a Value is stored by rows, and no block spans several rows, then each process only reads
-    the rows that its own devices need. Otherwise it reads the whole array and discards the shards that belong
-    to other devices.
+    the rows for its own devices. Otherwise it reads the whole array and discards the shards for other
+    devices.
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -102,7 +101,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns the range of rows that this process's devices need."""
+    """Returns the range of rows needed by this process's devices."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -115,7 +114,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, i
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
-    """Places an array on the mesh. `part` contains just some rows, starting at `start`."""
+    """Places an array on the mesh. `part` may be just some rows, starting at `start`."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)
@@ -136,7 +135,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
             if whole.shape and index:
                 first, last, _ = index[0].indices(whole.shape[0])
                 index = (slice(first - offset, last - offset), *index[1:])
-            # Make a copy, because otherwise we would keep the file mapped.
+            # Copy, or else the file stays mapped.
             return np.array(local[index or ()], order="C")
 
         return jax.make_array_from_callback(whole.shape, sharding, stored)

@@ -1,4 +1,4 @@
-"""`read` and `open_checkpoint`, for reading a checkpoint in whichever format it is."""
+"""`read` and `open_checkpoint`, for reading checkpoints in any format."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from ..formats.format import OF_ALL, Format, dense_rows, rows_of_weight
 from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
-# Tensors that are only about activations and caches. We don't need them to read the weights.
+# Tensors about activations and caches only, not needed to read the weights.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
     *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -39,19 +39,19 @@ _SKIPPED = (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a checkpoint, by their unquantised names. We only read a weight when you look it up.
+    """The weights of a checkpoint, by their unquantised names. Looking up a weight reads it.
 
     **Attributes:**
 
-    - `config`: the contents of `config.json`, if there is one.  GGUF files have metadata instead, which is
-        converted.
-    - `metadata`: the strings in a safetensors file's header, or the key-value pairs in a GGUF file. If there
-        is no Python type for a number then it is a NumPy scalar.
-    - `format`: the format that we detected, e.g. "gptq", "gguf" or "safetensors".
-    - `quantises_embeddings`: whether embeddings are quantised as well. If so, there is no weight from which
-        to infer the dtype of activations.
-    - `longest_axis`: the size of the longest axis amongst all stored tensors. Since several codes can be
-        packed together, an axis of a weight can be up to 32 times as long as this.
+    - `config`: the contents of `config.json`, if there is one. Otherwise, for GGUF files, this is converted
+        from the metadata.
+    - `metadata`: the strings in a safetensors file's header, or the key-value pairs in a GGUF file. Numbers
+        without a Python type are NumPy scalars.
+    - `format`: the detected format, e.g. "gptq", "gguf" or "safetensors".
+    - `quantises_embeddings`: whether embeddings are quantised as well. If so, the dtype of activations can't
+        be inferred from any weight.
+    - `longest_axis`: the size of the longest axis amongst all stored tensors. Codes can be packed, so an axis
+        of a weight can be up to 32 times as long as this.
     """
 
     weights: Mapping[str, Callable[[], Any]]
@@ -82,7 +82,7 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self.dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """Returns a copy of this checkpoint in which block arrays have another dtype."""
+        """Returns a copy of this checkpoint with another dtype for block arrays."""
         return dataclasses.replace(self, dtype=dtype)
 
     def __contains__(self, name: object) -> bool:  # the default would read the weight
@@ -103,32 +103,31 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint in any of the formats that we support.
+    """Reads a checkpoint in any supported format.
 
     These are GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, and
-    plain safetensors. You don't need to say which one it is, since this is detected automatically.
+    plain safetensors. The format is detected automatically.
 
     **Arguments:**
 
     - `path`: either a single file, or a folder with a GGUF file or with `config.json` and safetensors files.
-    - `dtype`: the dtype of block arrays. Default: float32, which can represent their values exactly. (Except
-        that for 4-bit weights, files from bitsandbytes specify the dtype themselves.)
+    - `dtype`: the dtype of block arrays. Default: float32, which can represent their values exactly. (For
+        4-bit weights, files from bitsandbytes specify the dtype themselves.)
     - `mesh`: a mesh over one or many processes. Weights are read one at a time, and each process only keeps
-        the shards for its own devices. It also only reads the rows that it needs, if these are plain tensors
-        or if the format stores rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default:
-        just use the default device.
+        the shards for its own devices. It also only reads the rows it needs, for plain tensors and for
+        formats storing rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default: the default
+        device.
     - `sharding`: how to shard the weights over `mesh`. This is a rule as in
-        [`quaxlike.sharding.specs_for`][], i.e. either a dictionary of regular expressions, or something like
+        [`quaxlike.sharding.specs_for`][], i.e. a dictionary of regular expressions, or a function, e.g. from
         [`quaxlike.sharding.fsdp`][] or [`quaxlike.lm.tensor_parallel`][]. Default: `tensor_parallel` over any
-        axis that is named `"model"`, `"tensor"` or `"tp"`, and `fsdp` over all other axes.
+        axis named `"model"`, `"tensor"` or `"tp"`, and `fsdp` over all other axes.
 
-    **Returns:** a dictionary from the names that the unquantised checkpoint would use (e.g.
-    "….q_proj.weight") to arrays and quantised arrays. All of these have shape (out, in). Codes and scales are
-    exactly as in the file.
+    **Returns:** a dictionary from the names in the unquantised checkpoint (e.g. "….q_proj.weight") to arrays
+    and quantised arrays. All of these have shape (out, in). Codes and scales are exactly as in the file.
 
     **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is corrupt,
-    inconsistent, or in a format that we don't support; the message includes the file and the entry.
-     `ValueError` if `sharding` isn't compatible with a weight, or if you pass it without a mesh.
+    inconsistent, or in an unsupported format; the message names the file and the entry. `ValueError` if
+    `sharding` isn't compatible with a weight, or is passed without a mesh.
 
     !!! example
 
@@ -154,7 +153,7 @@ def read(
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Opens a checkpoint without reading its weights. Each weight is only read once you access it.
+    """Opens a checkpoint without reading its weights. Accessing a weight reads it.
 
     Use this rather than [`quaxlike.lm.read`][] if you don't need all weights, or if they don't fit into
     memory.
@@ -163,7 +162,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
 
     **Returns:** a mapping from names to arrays. It also has attributes `config`, `metadata` and `format`.
 
-    **Raises:** as in `read`, except that errors about a single weight are only raised once you access it.
+    **Raises:** as in `read`, except that errors about a single weight are only raised on access.
     """
     path = Path(path)
     opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
@@ -179,7 +178,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
 
 
 def _longest(shapes: Iterable[tuple[int, ...]]) -> int:
-    # Don't count empty tensors. Even in a small file, the other axes of these could be arbitrarily long.
+    # Don't count empty tensors: even in a small file, their other axes may be arbitrarily long.
     return max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
 
@@ -239,9 +238,9 @@ def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | 
 
 
 def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
-    """Raises an error if a tensor that no quantised weight uses doesn't look like a plain one either.
+    """Raises an error if a tensor outside all quantised weights doesn't look like a plain one either.
 
-    For example, these could be the codes of a weight whose scales are missing.
+    For example, these may be the codes of a weight with missing scales.
     """
     if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
         raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
@@ -259,7 +258,7 @@ def _opened(path: Path) -> GgufFile | Tensors:
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Reads the `config.json` that belongs to a checkpoint, along with its quantisation settings."""
+    """Reads a checkpoint's `config.json`, and its quantisation settings."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, {}

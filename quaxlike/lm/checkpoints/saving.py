@@ -1,4 +1,4 @@
-"""`write` and `save_like`, for writing weights to checkpoints that other programs can read."""
+"""`write` and `save_like`, for writing weights to checkpoints readable by other programs."""
 
 import contextlib
 import json
@@ -32,26 +32,26 @@ def write(
 ) -> None:
     """Writes weights to a checkpoint, so that [`quaxlike.lm.read`][] restores them bit for bit.
 
-    Use this for weights that don't belong to one of our models. If they do, i.e. if you got them from
-    [`quaxlike.lm.load`][], then you want [`quaxlike.lm.save`][] instead.
+    Use this for weights that don't belong to one of our models. For models from [`quaxlike.lm.load`][], use
+    [`quaxlike.lm.save`][] instead.
 
     **Arguments:**
 
-    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 this can also be a folder, in
-        which case we write `model.safetensors` and `config.json`.
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 this can also be a folder, for
+        `model.safetensors` and `config.json`.
     - `mapping`: arrays and quantised arrays, by their names in transformers.
     - `format`: plain arrays are always written as they are. For quantised arrays, `"gguf"` supports
         llama.cpp's codecs; `"bitsandbytes"` supports `NF4Array` and `FP4Array`;
         `"compressed-tensors"` (vLLM) supports `Int8Array`, and arrays with `fp8` or with integers and
         floating-point scales; `"mxfp4"` (GPT-OSS) supports arrays with this codec; and `"safetensors"`
         supports every type in quaxlike.
-    - `config`: the `config.json` of the model.  We write this to the folder, or convert it to GGUF metadata.
-    - `metadata`: only for GGUF, any additional key-value pairs. For example, these could describe a
-        tokeniser, or be copied from another file. A known key always has the same type, but for any others we
-        keep the dtype of NumPy scalars and arrays.
+    - `config`: the model's `config.json`. This is written to the folder, or converted to GGUF metadata.
+    - `metadata`: only for GGUF, any additional key-value pairs, e.g. describing a tokeniser, or copied from
+        another file. Known keys always have the same type. Other keys keep the dtype of NumPy scalars and
+        arrays.
 
-    **Raises:** `ValueError` if the format is unknown. `CheckpointError` if there is a value that the format
-    doesn't support, in which case nothing is written.
+    **Raises:** `ValueError` if the format is unknown. `CheckpointError` if the format doesn't support a
+    value. In this case nothing is written.
 
     !!! example
 
@@ -97,7 +97,7 @@ def _write_folder(
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
     before = config.pop("quantization_config", None) or {}
-    config.pop("quantization", None)  # this is what MLX reads
+    config.pop("quantization", None)  # MLX reads this
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
@@ -109,15 +109,15 @@ def save_like(
 ) -> None:
     """Writes weights to a folder, along with the other files of the checkpoint `source`.
 
-    These are the tokeniser, chat templates, generation settings, and modules of sentence-transformers. Note
-    that any existing files of this kind are replaced or removed, as we must never leave one model's weights
-    next to the tokeniser of another.
+    These are the tokeniser, chat templates, generation settings, and modules of sentence-transformers.
+    Existing files of this kind are replaced or removed: one model's weights must never end up next to
+    another's tokeniser.
 
-    The types of the weights determine the format. If `own` is set then we instead use our own format, which
+    The types of the weights determine the format. If `own` is set, this is instead our own format, which
     supports every type.
 
-    **Raises:** `CheckpointError` if no format supports one of the types, or if any of the files to copy isn't
-    a regular file inside the folder. In both cases nothing is written.
+    **Raises:** `CheckpointError` if no format supports one of the types, or if a file to copy isn't a regular
+    file inside the folder. In both cases nothing is written.
     """
     formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
@@ -133,7 +133,7 @@ def save_like(
         written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
-    for module in modules:  # a module needs a folder, even one without any files
+    for module in modules:  # a module needs a folder, even without any files
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stage_copies(copies, directory, stack)
@@ -141,7 +141,7 @@ def save_like(
 
 
 def is_published(mapping: Mapping[str, Any]) -> bool:
-    """Returns whether transformers can read these weights, in any one of the formats that it supports."""
+    """Returns whether transformers can read these weights, all in one of its formats."""
     values = [x for x in mapping.values() if is_value(x)]
     found = set(map(_accepting_format, values))
     return len(found) < 2 and None not in found

@@ -1,5 +1,4 @@
-"""AWQ, i.e. 4-bit codes that are packed in an interleaved order along the outputs (GEMM) or the inputs
-(GEMV).
+"""AWQ, i.e. 4-bit codes packed along the outputs in an interleaved order (GEMM), or along the inputs (GEMV).
 
 Source: AutoAWQ's layouts, <https://github.com/casper-hansen/AutoAWQ>.
 """
@@ -73,7 +72,7 @@ def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
 
 FORMAT = Format(
     ("awq",), weights, codes=(".qweight", ".qzeros"), used=("bits", "group_size", "version"),
-    # Zero points are always stored, and all other entries are just about kernels.
+    # Zero points are always stored, and all other entries are about kernels.
     without_effect=(
         "zero_point", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
         "lm_head",

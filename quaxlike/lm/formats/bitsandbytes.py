@@ -1,8 +1,8 @@
 """bitsandbytes, i.e. 4-bit weights (NF4 and FP4), and 8-bit weights with one scale per row (LLM.int8).
 
-A 4-bit weight `X` is stored as packed codes under the name `X`. It is accompanied by the tensors `X.absmax`,
-`X.quant_map` and, if doubly quantised, `X.nested_absmax` and `X.nested_quant_map`. The static information is
-stored as the bytes of a JSON object, in `X.quant_state.bitsandbytes__nf4` (or `__fp4`).
+A 4-bit weight `X` is stored as packed codes under the name `X`, with tensors `X.absmax`, `X.quant_map` and,
+if doubly quantised, `X.nested_absmax` and `X.nested_quant_map`. Static information is stored as the bytes of
+a JSON object, in `X.quant_state.bitsandbytes__nf4` (or `__fp4`).
 
 Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>, and QLoRA,
 <https://arxiv.org/abs/2305.14314>.
@@ -34,7 +34,7 @@ COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Storage(NamedTuple):
-    """The dtype and shape with which a file stores the packed codes of a weight."""
+    """The dtype and shape of a weight's packed codes in a file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -45,9 +45,7 @@ class Storage(NamedTuple):
 
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """Finds the quantised weights. Returns a dict from each weight to its type and the name of its
-    quantisation state.
-    """
+    """Maps each quantised weight to the name of its quantisation state, and its type."""
     states: dict[str, tuple[str, str]] = {}
     for key in tensors:
         name, found, kind = key.partition(_STATE)
@@ -141,9 +139,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
-    """Creates a row reader. This requires that each row consists of whole blocks, and that scales aren't
-    nested.
-    """
+    """Creates a row reader. Reading parts requires rows of whole blocks, and scales that aren't nested."""
     state = _read_state(tensors, key, kind)
 
     def read(*rows: Any) -> Any:
@@ -157,7 +153,7 @@ def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
 def read_weight(
     tensors: Tensors, name: str, key: str, kind: str, rows: tuple[int, int] | None = None
 ) -> AbstractCodebookArray:
-    """Reads a weight. If `rows_of` supports this weight then you can also read just some of its rows."""
+    """Reads a weight, or just some of its rows if `rows_of` supports this."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
     size, shape = math.prod(state.shape), state.shape
@@ -254,12 +250,12 @@ def storage_for(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A mapping from names to the weights in a 4-bit checkpoint. We only read a weight when you look it up.
+    """A mapping from names to the weights in a 4-bit checkpoint. Looking up a weight reads it.
 
     **Attributes:**
 
-    - `storage`: how the file stores the codes of each quantised weight, so that `save` can store them in the
-        same way.
+    - `storage`: how the file stores the codes of each quantised weight, for `save` to store them in the same
+        way.
     - `metadata`: the string-valued entries of the header.
     """
 
@@ -269,7 +265,7 @@ class Checkpoint(Mapping[str, Any]):
         companions = {name + suffix for name in self.states for suffix in COMPANIONS} | {
             key for key, _ in self.states.values()
         }
-        # This is used as an ordered set.
+        # An ordered set.
         self._names = {name: None for name in tensors if name not in companions}
         self.storage = {
             name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self.states
@@ -285,9 +281,7 @@ class Checkpoint(Mapping[str, Any]):
         return as_jax(self._tensors[name])
 
     def rows(self, name: str) -> RowReader:
-        """Returns a reader for just one weight. If its blocks allow for this, then you can read individual
-        rows.
-        """
+        """Returns a reader for a single weight. This can read individual rows if the blocks allow it."""
         if name in self.states:
             return rows_of(self._tensors, name, *self.states[name])
         return dense_rows(self._tensors, name)
@@ -326,7 +320,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
 
 
 def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `quantization_config` for these weights. This is empty if none of them are 4-bit."""
+    """Returns the `quantization_config` for these weights. This is empty if none are 4-bit."""
     first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
     if first is None:
         return {}
@@ -348,8 +342,7 @@ def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, StoredWe
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
         out[name] = StoredWeight((name, key, *companions), read, rows)
-    # Not every int8 tensor is a quantised weight, so only treat it as one if the settings or other tensors
-    # indicate this.
+    # Not every int8 tensor is a quantised weight: the settings or other tensors must indicate this.
     is_used = settings or layers(tensors, *_INT8_PARTS)
     found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
     return out | weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
@@ -375,7 +368,7 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
-    # Everything we need is already in the tensors of each weight.
+    # Each weight's tensors already hold everything needed.
     without_effect=(
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",

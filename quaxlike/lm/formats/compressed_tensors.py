@@ -1,5 +1,4 @@
-"""compressed-tensors, which vLLM uses for packed and plain integers, FP8, NVFP4, MXFP4, MXFP8 and sparse
-masks.
+"""compressed-tensors, used by vLLM for packed and plain integers, FP8, NVFP4, MXFP4, MXFP8 and sparse masks.
 
 Source: the layouts in <https://github.com/vllm-project/compressed-tensors>.
 """
@@ -49,9 +48,9 @@ _PARTS = (
 )
 _INT64 = np.dtype(np.int64)
 
-# The entries of a group. The ones that are about activations don't have any effect on the weights.
+# The entries of a group. The ones about activations don't affect the weights.
 _OF_GROUPS = ("format", "weights", "targets", "input_activations", "output_activations")
-# The entries for the weights in a group. We can infer some of them (such as dtypes) from the tensors.
+# The entries for the weights in a group. Some (such as dtypes) can be inferred from the tensors.
 _OF_SCHEMES = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
@@ -95,9 +94,7 @@ def _are_targets(targets: Any) -> bool:
 
 
 def _group_of(layer: StoredLayer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Finds the group that targets this layer. If there isn't one, this is the first group that targets a
-    class of layers.
-    """
+    """Finds the group targeting this layer, or else the first group targeting a class of layers."""
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
@@ -130,7 +127,7 @@ def _bits(layer: StoredLayer, scheme: _Scheme, kind: str, among: tuple[int, ...]
 
 
 def _block(layer: StoredLayer, scheme: _Scheme, k: int) -> int | None:
-    """Returns the number of columns per scale, or None if all columns use the same scale."""
+    """Returns the number of columns per scale, or None if all columns share a scale."""
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
@@ -176,7 +173,7 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
 
 
 def _order(layer: StoredLayer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
-    """Returns the permutation that sorts the columns by group. This is None if they are already sorted."""
+    """Returns the permutation sorting the columns by group. This is None if they are already sorted."""
     if "weight_g_idx" not in layer:
         kind = scheme.get("actorder")  # for "weight" and "static", the columns are already sorted
         if (kind is True or str(kind).lower() in ("group", "dynamic")) and block not in (None, k):
@@ -220,7 +217,7 @@ def _scales(
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """Broadcasts per-tensor or per-tile scales, so that there is one scale (per block) for each row."""
+    """Broadcasts per-tensor or per-tile scales to one scale (per block) for each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x
@@ -275,9 +272,7 @@ _MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
 def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Reads masked weights. If these are 8-bit then they are returned as block arrays. Otherwise they are
-    returned as plain arrays.
-    """
+    """Finds masked weights. 8-bit floats are read as block arrays, and all others as plain arrays."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
         kind = config.get("format")
@@ -396,7 +391,7 @@ def _is_packable(codec: Codec) -> bool:
 
 
 def _words(packed: np.ndarray, words: int) -> np.ndarray:
-    """Views bytes as 32-bit words. If there aren't enough bytes then we pad with zeros."""
+    """Views bytes as 32-bit words, padded with zeros if there aren't enough."""
     missing = 4 * words - packed.shape[-1]
     return np.ascontiguousarray(np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])).view(np.int32)
 
@@ -415,7 +410,7 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
     write=_written, types=(BlockArray, Int8Array), used=("config_groups", "format", "sparsity_config"),
-    # These entries are about caches, or describe the progress of compression.
+    # About caches, or the progress of compression.
     without_effect=(
         "kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "quantization_status",
         "run_compressed", "use_optimized_inference",

@@ -39,7 +39,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
     def read(layer: StoredLayer) -> Any:
         if "weight" in layer and layer.dtype("weight") == UINT8:
-            # This is ModelOpt's format, with a scale for the tensor in addition to those for blocks.
+            # ModelOpt's format: a scale for the tensor, in addition to those for blocks.
             outer = layer.get("weight_scale_2", FLOATS, (), (1,))
             return read_nvfp4(layer, "weight", outer, over=False)
         return _read(layer, tile)
@@ -60,8 +60,8 @@ def read_float8(
 ) -> Any:
     """Reads a float8_e4m3fn weight along with its scales.
 
-    There can be a single scale, one scale per row, one scale per `tile` of rows and columns, or one scale per
-    row for every `column_block` columns.
+    There is one scale in total, per row, per `tile` of rows and columns, or per row and `column_block`
+    columns.
     """
     n, k = layer.shape("weight", 2)
     shapes: dict[tuple[int, ...], list[int] | None]
@@ -90,9 +90,7 @@ def read_float8(
 
 
 def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
-    """Reads 4-bit floats in blocks of 16. The float8_e4m3fn scale of each block is multiplied or divided by
-    `outer`.
-    """
+    """Reads 4-bit floats in blocks of 16, with float8_e4m3fn scales multiplied (or divided) by `outer`."""
     n, half = layer.shape(packed, 2)
     k = 2 * half
     if k % 16:
@@ -112,7 +110,7 @@ FORMAT = Format(
     ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True,
     settings=settings_in("hf_quant_config.json", "modelopt", "quantization"),
     used=("weight_block_size",),
-    # These entries are about activations and caches, or can be inferred from the dtypes of the tensors.
+    # About activations and caches, or inferred from the tensors' dtypes.
     without_effect=(
         "activation_scheme", "activation_scale_ub", "kv_cache_quant_algo", "kv_cache_scheme", "fmt",
         "scale_fmt", "quant_algo", "group_size", "producer", "config_groups",

@@ -1,7 +1,7 @@
 """The definition of a quantised format, and helpers for reading and checking tensors and settings.
 
-Importantly, each reader must check every shape, dtype and setting before using it. If it were to read a
-format under the wrong assumptions, then the resulting model would run but compute nonsense.
+Each reader must check every shape, dtype and setting before using it. Under the wrong assumptions, the
+resulting model would run but compute nonsense.
 """
 
 import dataclasses
@@ -29,9 +29,7 @@ Settings = Mapping[str, Any]
 
 
 class StoredWeight(NamedTuple):
-    """A weight in the unquantised checkpoint, together with the tensors that store it and functions to read
-    it.
-    """
+    """A weight in the unquantised checkpoint, with the tensors storing it and functions to read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
@@ -39,8 +37,7 @@ class StoredWeight(NamedTuple):
     """A reader for individual rows. This is only used for formats that need a custom one."""
 
 
-#: These settings are common to all formats. (We can tell which layers are quantised from the tensors
-#: themselves.)
+#: Settings common to all formats. (The tensors themselves show which layers are quantised.)
 OF_ALL = (
     *(
         "quant_method",
@@ -60,28 +57,25 @@ class Format:
 
     **Attributes:**
 
-    - `methods`: the values of `quant_method` in `config.json` that indicate this format. When writing we use
-        the first one.
-    - `weights`: a function that returns the weights in a checkpoint, given its tensors and settings. They are
-        keyed by their unquantised names. If a weight is incomplete then it is included, but raises an error
-        when read.
-    - `codes`: the suffixes of tensors that must be part of a weight. If any of these aren't, then the
-        checkpoint is damaged.
+    - `methods`: this format's `quant_method`s in `config.json`. Writing uses the first.
+    - `weights`: a function from a checkpoint's tensors and settings to its weights, keyed by their
+        unquantised names. This includes incomplete weights, but reading them raises an error.
+    - `codes`: the suffixes of tensors that must be part of a weight. If one isn't, then the checkpoint is
+        damaged.
     - `used`: the settings used by `weights`.
-    - `without_effect`: other settings that are found in files, but that we can ignore.
-    - `by_rows`: whether we can call `weights` on a window of rows, as if this were the whole file. In this
-        case each tensor's first axis must be rows or tiles of rows, unless the tensor is shared by all rows.
-    - `quantises_embeddings`: whether the format also quantises embeddings, in which case we can't infer the
-        activation dtype from any weight.
-    - `detect`: a function that detects the format if there aren't any settings.
-    - `settings`: a function that looks up any settings that are stored outside `quantization_config`, given
-        `config.json` and the folder. It returns None if there aren't any.
-    - `write`: a function that converts weights (keyed by name) to their tensors and `quantization_config`.
-        This is None if the format is read-only.
-    - `types`: the types of Values to save in this format. If several formats support a type then we use the
-        first.
-    - `codec`: the only `BlockArray` codec that this format can store. This is empty if it can store any
-        codec.
+    - `without_effect`: other settings found in files, but safe to ignore.
+    - `by_rows`: whether `weights` can be called on a window of rows, as if this were the whole file. If so,
+        then each tensor's first axis must be rows or tiles of rows, unless all rows share it.
+    - `quantises_embeddings`: whether the format also quantises embeddings. If so, then the activation dtype
+        can't be inferred from any weight.
+    - `detect`: a function detecting the format if there aren't any settings.
+    - `settings`: a function looking up any settings outside `quantization_config`, given `config.json` and
+        the folder. It returns None if there aren't any.
+    - `write`: a function converting weights (keyed by name) to their tensors and `quantization_config`. This
+        is None if the format is read-only.
+    - `types`: the types of Values to save in this format. If several formats support a type, then the first
+        is used.
+    - `codec`: the only `BlockArray` codec this format can store. This is empty if it can store any codec.
     """
 
     methods: tuple[str, ...]
@@ -124,8 +118,8 @@ class StoredLayer:
         return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """Returns the shape of a tensor. It must exist, be non-empty, and (if this is passed) have `ndim`
-        axes.
+        """Returns the shape of a tensor, which must exist. If `ndim` is passed, it must have this many axes,
+        none empty.
         """
         if suffix not in self:
             raise self.error(suffix, "is missing")
@@ -139,7 +133,7 @@ class StoredLayer:
         return self.tensors.info[self.at(suffix)].dtype
 
     def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads a tensor. It must have one of these dtypes, and one of these shapes (if any are passed)."""
+        """Reads a tensor. This must have one of these dtypes, and one of these shapes (if any are passed)."""
         shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
@@ -148,7 +142,7 @@ class StoredLayer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads floating-point scales and checks that they are finite."""
+        """Reads floating-point scales, which must be finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.error(suffix, "has scales that are not finite")
@@ -158,10 +152,9 @@ class StoredLayer:
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
 ) -> list[StoredLayer]:
-    """Finds layers that have a tensor with one of these suffixes, or a `weight` with one of these dtypes.
+    """Finds layers with a tensor of one of these suffixes, or a `weight` of one of these dtypes.
 
-    Incomplete layers are included. If you try to read one of these, then it raises an error that says what is
-    missing.
+    This includes incomplete layers, but reading them raises an error saying what is missing.
     """
     dtypes, found = tuple(dtypes), dict[str, None]()
     for name in tensors:
@@ -174,7 +167,7 @@ def layers(
 def weight(
     layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any], field: str = ".weight"
 ) -> dict[str, StoredWeight]:
-    """Returns a dict with the weight of a layer. It contains whichever tensors with these suffixes exist."""
+    """Returns a dict with a layer's weight, stored in whichever tensors with these suffixes exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + field: StoredWeight(taken, _guarded(layer, read))}
 
@@ -188,7 +181,7 @@ def weights_of(
 
 
 def _guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """If `read` raises a `ValueError`, converts this to a `CheckpointError` that mentions the layer."""
+    """Converts any `ValueError` from `read` to a `CheckpointError` naming the layer."""
 
     def checked() -> Any:
         try:
@@ -218,8 +211,8 @@ def integers(
 ) -> BlockArray:
     """Creates an array with values `scale * (code - zero)` from unsigned `bits`-bit codes.
 
-    The codec is symmetric if `zero` is None, or if it is always equal to the middle of the range. If you have
-    signed 8-bit codes, then you can convert these to unsigned codes using `codes.view(np.uint8) ^ 128`.
+    The codec is symmetric if `zero` is None, or always equal to the middle of the range. Signed 8-bit codes
+    can be converted to unsigned codes with `codes.view(np.uint8) ^ 128`.
     """
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
@@ -243,18 +236,14 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """Creates an array from 8-bit or 4-bit floats. If the codes have already been packed, then pass
-    `count`.
-    """
+    """Creates an array from 8-bit or 4-bit floats. Pass `count` if the codes are already packed."""
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
 
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
-    """Repeats per-tile scales for each row, i.e. from `(ceil(rows / tile_rows), blocks)` to `(rows,
-    blocks)`.
-    """
+    """Repeats per-tile scales for each row: from `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
     return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile can be far larger than the array
 
 
@@ -264,7 +253,7 @@ def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns how many 32-bit words we need to store this many codes."""
+    """Returns the number of 32-bit words for this many codes."""
     return -(-count * bits // 32)
 
 
@@ -277,7 +266,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
 
 
 def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    """Reads an object from a configuration. If it is missing then this returns an empty dict."""
+    """Reads an object from a configuration. Returns an empty dict if this is missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
@@ -287,9 +276,9 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 def settings_in(
     name: str, method: str, key: str | None = None
 ) -> Callable[[Settings, Path], Settings | None]:
-    """Creates a `Format.settings` function for a method that stores its settings in a separate file.
+    """Creates a `Format.settings` function for a method with its settings in a separate file.
 
-    `key` is the entry in this file that contains the settings. By default, this is the file as a whole.
+    `key` is the entry with the settings in this file. By default, this is the file as a whole.
     """
 
     def read(config: Settings, folder: Path) -> Settings | None:
@@ -329,7 +318,7 @@ def rows_of_weight(
     reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, StoredWeight]],
     settings: Mapping[str, Any],
 ) -> RowReader:
-    """Creates a row reader. This is used for formats with `by_rows=True`."""
+    """Creates a row reader, for formats with `by_rows=True`."""
     names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
@@ -348,9 +337,7 @@ def rows_of_weight(
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
-    """Returns the number of rows per entry of a tensor. This is 0 if the tensor is shared by all rows, and
-    None if unknown.
-    """
+    """Returns the number of rows per entry of a tensor: 0 if all rows share it, and None if unknown."""
     if math.prod(info.shape) == 1 < count:
         return 0
     entries = info.shape[0] if info.shape else 1
@@ -358,7 +345,7 @@ def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
 
 
 def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
-    """Slices a tensor to just the entries that correspond to rows `start` to `stop`."""
+    """Slices a tensor to the entries for rows `start` to `stop`."""
     if each == 0:
         return info
     first, last = start // each, -(-stop // each)

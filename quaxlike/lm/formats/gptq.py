@@ -1,4 +1,4 @@
-"""GPTQ, i.e. 2-, 3-, 4- or 8-bit codes that are packed down each column, along with packed zero points.
+"""GPTQ, i.e. 2-, 3-, 4- or 8-bit codes packed down each column, with packed zero points.
 
 Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GPTQModel>.
 """
@@ -48,9 +48,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 
 def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, Any]:
-    """Returns the settings for a single layer. (These can be overridden by regular expressions in
-    `dynamic`.)
-    """
+    """Returns the settings for a single layer. (Regular expressions in `dynamic` can override them.)"""
     dynamic = settings(config, "dynamic", layer.tensors.path)
     for pattern in dynamic:
         own = settings(dynamic, pattern, layer.tensors.path)
@@ -107,11 +105,10 @@ def _read(layer: StoredLayer, config: Mapping[str, Any], plus_one: bool) -> Any:
 
 
 def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
-    """Reads the zero points. In version 1 of the format these are stored with an offset of minus one.
+    """Reads the zero points. In version 1 of the format, they are stored with one subtracted.
 
-    The libraries that wrote these files subtracted one from every code using arithmetic on whole words, which
-    means that borrows propagate from one code to the next. So to undo this, we add one using arithmetic on
-    whole words as well.
+    The libraries writing these files subtract one from every code by arithmetic on whole words, so borrows
+    propagate from one code to the next. To undo this, add one by arithmetic on whole words as well.
     """
     per_word = 32 if bits == 3 else 32 // bits
     held = packed.shape[1] * 32 // bits
@@ -130,8 +127,7 @@ FORMAT = Format(
     ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"),
     settings=settings_in("quantize_config.json", "gptq"),  # AutoGPTQ
     used=("bits", "group_size", "desc_act", "checkpoint_format", "format", "is_marlin_format", "dynamic"),
-    # These entries are about the quantisation procedure, software or kernels, or can be inferred from the
-    # tensors.
+    # About the quantisation procedure, software or kernels, or inferred from the tensors.
     without_effect=(
         "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware",
         "sym", "lm_head", "pack_dtype", "meta", "method", "model_file_base_name", "model_name_or_path",

@@ -14,8 +14,7 @@ from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
 from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, integers, layers, weights_of
 
-# Maps the number of bits to the name of the packing, the dtype of each word, and the number of slabs per
-# word.
+# From bits to the packing's name, the dtype of each word, and the number of slabs per word.
 _PACKINGS = {
     8: ("8bit_u8", UINT8, 1),
     4: ("4bit_u8", UINT8, 2),
@@ -28,7 +27,7 @@ _META = [
     *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
     *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
 ]
-_COMMON = ("scale", "zero", "shape")  # other layers might also have tensors with these names
+_COMMON = ("scale", "zero", "shape")  # other layers may also have tensors with these names
 _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
@@ -76,8 +75,8 @@ def _read(layer: StoredLayer) -> Any:
 def _in_rows(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Creates an array with groups along rows. If a group spans several rows, then we store all of the rows
-    as one.
+    """Creates an array with groups along rows. If a group spans several rows, then all rows are stored as
+    one.
     """
     n, k = shape
     whole = k % size == 0
@@ -91,11 +90,9 @@ def _in_rows(
 def _in_columns(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Creates an array with groups along columns. That is, group j is elements j, j + groups, … once
-    flattened.
+    """Creates an array with groups along columns: once flattened, group j is elements j, j + groups, ….
 
-    We store the transpose of this array, so that each row of codes corresponds to a column of the weight,
-    sorted by group.
+    This stores the transpose, so each row of codes is a column of the weight, sorted by group.
     """
     n, k = shape
     groups, turned = n * k // size, np.ascontiguousarray(codes.reshape(n, k).T)
@@ -121,5 +118,5 @@ def _in_columns(
     return integers(turned, *numbers, bits=bits, block=size, order=order).with_axes((1, 0))
 
 
-# All of the settings are also available in the tensors of each layer.
+# Each layer's tensors hold all of the settings, too.
 FORMAT = Format(("hqq",), weights, codes=(".W_q",), without_effect=("quant_config", "weights", "layers"))

@@ -58,9 +58,7 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Reads the settings from the entry that MLX itself uses. (They might be duplicated in
-    `quantization_config`.)
-    """
+    """Reads the settings from MLX's own entry. (`quantization_config` may duplicate them.)"""
     own, other = config.get("quantization"), config.get("quantization_config") or {}
     if not isinstance(own, dict) or "quant_method" in other:
         return None

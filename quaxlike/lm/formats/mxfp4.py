@@ -1,4 +1,4 @@
-"""MXFP4, which GPT-OSS uses for its experts. It has 4-bit floats, in blocks of 32 with a power-of-two scale.
+"""MXFP4, used by GPT-OSS for its experts: 4-bit floats, in blocks of 32 with a power-of-two scale.
 
 Source: OCP Microscaling Formats specification,
 <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
@@ -21,7 +21,7 @@ _PARTS = ("blocks", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Finds the quantised weights in a checkpoint, keyed by name. They all have shape (experts, out, in)."""
+    """Finds the quantised weights in a checkpoint, keyed by name, all with shape (experts, out, in)."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
         out |= weight(layer, _PARTS, partial(_read, layer), field="")
@@ -42,8 +42,8 @@ def _read(layer: StoredLayer) -> Any:
 def in_published_layout(name: str, w: Any) -> Any:
     """Transposes expert weights between the layouts of quantised and unquantised checkpoints.
 
-    Quantised checkpoints use (experts, out, in), whereas unquantised checkpoints use (experts, in, out). Any
-    other weights are returned unchanged.
+    Quantised checkpoints use (experts, out, in), and unquantised ones (experts, in, out). Other weights are
+    returned unchanged.
     """
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -1,4 +1,4 @@
-"""torchao, i.e. int4, int8 and float8 weights whose classes are stored in the header of the file.
+"""torchao, i.e. int4, int8 and float8 weights, with their classes in the file's header.
 
 Source: torchao's tensor subclasses, <https://github.com/pytorch/ao>.
 """
@@ -57,7 +57,7 @@ def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> 
 
 FORMAT = Format(
     ("torchao",), weights, codes=("._weight_qdata", "._weight_scale"),
-    # The header already describes how each of the weights is stored.
+    # The header already describes how each weight is stored.
     without_effect=(
         "quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights",
     ),

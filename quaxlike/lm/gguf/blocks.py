@@ -1,7 +1,7 @@
 """Conversion between GGUF's block formats and codes, scales and minima.
 
 The layouts follow `ggml-quants.c` in ggml, <https://github.com/ggml-org/ggml>. Both directions are exact, so
-reading blocks and then writing them again reproduces the same bytes.
+reading and then writing blocks reproduces the same bytes.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,20 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels import bits as bitstream
 
-# The codes, scales, outer scales, zeros and outer zeros of some blocks, each of shape (blocks, n). Any of
-# these that a format doesn't have is None.
+# The codes, scales, outer scales, zeros and outer zeros of some blocks, each of shape (blocks, n), or None if
+# a format doesn't have it.
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
-# Functions that convert the raw bytes of shape (blocks, bytes) to these parts, and back.
+# From raw bytes of shape (blocks, bytes) to these parts, and back.
 _Read = Callable[[np.ndarray], Parts]
 _Write = Callable[..., list[np.ndarray]]
 
 
 class BlockType(NamedTuple):
-    """The layout of a quantised type: its block size, its codec, and functions that read and write blocks.
+    """The layout of a quantised type: its block size, its codec, and functions reading and writing blocks.
 
-    Note that `write` returns each field of a block separately, in the order that they appear in the file.
+    `write` returns each field of a block separately, in the file's order.
     """
 
     elements: int
@@ -42,8 +42,8 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 def _nibbles(qs: np.ndarray) -> np.ndarray:
     """Unpacks nibbles.
 
-    Note that adjacent codes aren't stored in the same byte. Instead, the low nibbles hold the first half of
-    the codes, and the high nibbles hold the second.
+    Adjacent codes aren't in the same byte: the low nibbles hold the first half, and the high nibbles the
+    second.
     """
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
@@ -64,10 +64,9 @@ def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
-    """Returns functions that read and write 32-code blocks.
+    """Returns functions reading and writing 32-code blocks.
 
-    Each block has a scale, followed by a minimum and each code's fifth bit (both optional), followed by
-    nibbles.
+    Each block has a scale, then a minimum and each code's fifth bit (both optional), then nibbles.
     """
     start = 4 if minimum else 2
 
@@ -197,7 +196,7 @@ def _as_mxfp4(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray
     return [scale, _as_nibbles(codes)]
 
 
-#: Maps the type numbers that are used in files to names and layouts.
+#: Maps type numbers in files to names and layouts.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
     2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], *_of_32())),
     3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], *_of_32(minimum=True))),
@@ -220,9 +219,9 @@ def read_blocks(
 ) -> BlockArray:
     """Decodes an array of the given shape from its blocks' raw bytes (uint8).
 
-    If `rows` and `columns` are given, then the stored array is permuted by these. As no block spans several
-    rows, we can permute rows by just moving their bytes. Columns are permuted in the same way if this doesn't
-    split any block. Otherwise we leave the bytes as they are and give the array an `order`.
+    If given, `rows` and `columns` permute the stored array. No block spans several rows, so permuting rows
+    just moves their bytes. Columns are permuted in the same way if this splits no block. Otherwise, the bytes
+    stay as they are, and the array gets an `order`.
     """
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
@@ -244,17 +243,16 @@ def read_blocks(
 
 
 def _whole_blocks(columns: np.ndarray, elements: int) -> np.ndarray | None:
-    """Returns the block order that corresponds to a column order; None if this splits any block."""
+    """Returns the block order for a column order, or None if this splits any block."""
     blocks = columns.reshape(-1, elements)
     order = blocks[:, 0] // elements
     return order if np.array_equal(blocks, order[:, None] * elements + np.arange(elements)) else None
 
 
 def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None) -> Any:
-    """Returns how to index each row's stored blocks, so that the result has these columns of `w`.
+    """Returns an index into each row's stored blocks, giving these columns of `w`.
 
-    Returns None if this isn't possible, because a single block's columns in the result would come from
-    several stored blocks.
+    Returns None if this isn't possible, e.g. because one block's columns come from several stored blocks.
     """
     if w.order is None and columns is None:
         return slice(None)
@@ -266,9 +264,9 @@ def block_order(w: BlockArray, elements: int, columns: np.ndarray | None = None)
 
 
 def write_blocks(w: BlockArray, kind: BlockType, columns: np.ndarray | None = None) -> np.ndarray:
-    """Writes an array with these columns as bytes, with shape (..., bytes).
+    """Writes these columns of an array as bytes, with shape (..., bytes).
 
-    This assumes that `block_order` has already been used to check that no block would be split.
+    This must not split any block: check this with `block_order` first.
     """
     rows, count = w.matrix
     codes, scale = np.asarray(w.codes), w.scale.parts()

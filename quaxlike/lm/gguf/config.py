@@ -42,9 +42,8 @@ def config_of(
 ) -> dict[str, Any]:
     """Converts a GGUF file's metadata to the equivalent of transformers' `config.json`.
 
-    `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor; we need this because the
-    scaling factors for the rotary frequencies are stored as tensors, rather than as metadata. Returns `{}` if
-    the architecture is unknown.
+    `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor: the scaling factors for
+    rotary frequencies are tensors, rather than metadata. Returns `{}` if the architecture is unknown.
 
     **Raises:** `CheckpointError` if any key's value has the wrong type.
     """
@@ -121,7 +120,7 @@ def _recurrent(keys: ModelKeys, family: Family, found: Any, layers: Any) -> dict
 
 
 def _more_layers(keys: ModelKeys, family: Family) -> int:
-    """Returns how many of the last blocks only predict further tokens. We don't use these."""
+    """Returns how many of the last blocks only predict further tokens. These aren't used."""
     more, count = (keys.get(key) or 0 for key in (_MORE, "block_count"))
     if family.gguf is None or not family.gguf.predictors or not more:
         return 0
@@ -142,9 +141,9 @@ def blocks_beside(path: Path, metadata: Mapping[str, Any], names: Iterable[str])
 
 
 def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the metadata to that of a file without the blocks that only predict further tokens.
+    """Converts the metadata for a file without the blocks that only predict further tokens.
 
-    Some keys have a list with one value per block. These lists are shortened as well.
+    This also shortens lists with one value per block.
     """
     family, keys = family_of(metadata), ModelKeys(path, metadata)
     more = _more_layers(keys, family) if family else 0
@@ -160,10 +159,9 @@ def without_blocks_beside(path: Path, metadata: Mapping[str, Any]) -> dict[str, 
     return kept | {f"{prefix}block_count": count - more}
 
 
-# This is far larger than any real layer count or head size. It ensures that damaged files can't trigger huge
-# allocations.
+# Far larger than any real layer count or head size, so damaged files can't trigger huge allocations.
 _LARGEST = 1 << 16
-# Additional keys that are read, but which are not plain numbers.
+# Additional keys, not read as plain numbers.
 _OTHERS = (
     *(_MORE, _RECURRENT),
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
@@ -178,14 +176,14 @@ _OTHERS = (
 )
 # Keys with no effect on a decoder. (The first of these can also be inferred from the tensor shapes.)
 _WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type", "rope.scaling.finetuned")
-# Our decoders hard-code these values and don't read the keys, so we warn if a file has a different value.
+# Our decoders hard-code these values, so we warn if a file has a different value.
 _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
 
 
 def _warn_of_unknown(keys: ModelKeys, own: Gguf) -> None:
-    """Warns about unrecognised keys that start with the architecture's prefix.
+    """Warns about unrecognised keys with the architecture's prefix.
 
-    This is because any such key might change the model in a way that we don't know about.
+    Any of these may change the model in an unknown way.
     """
     prefix = keys.prefix
     found = {key.removeprefix(prefix): x for key, x in keys.metadata.items() if key.startswith(prefix)}
@@ -197,7 +195,7 @@ def _warn_of_unknown(keys: ModelKeys, own: Gguf) -> None:
 
 
 def _number(keys: ModelKeys, key: str) -> int | float | None:
-    """Reads a number, which can be stored either once or per layer. Returns None if the key is missing."""
+    """Reads a number, stored either once or per layer. Returns None if the key is missing."""
     value = keys.get(key)
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
@@ -207,7 +205,7 @@ def _number(keys: ModelKeys, key: str) -> int | float | None:
 
 
 def _pattern(keys: ModelKeys, layers: Any) -> dict[str, Any]:
-    """Reads which layers use sliding-window attention, for files that specify this per layer."""
+    """Reads which layers use sliding-window attention, for files specifying this per layer."""
     found = keys.get(window_layers.PATTERN)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
         return {"layer_types": [_TYPES[bool(x)] for x in found]}
@@ -274,8 +272,8 @@ _LOG = "yarn_log_multiplier"
 def _yarn(keys: ModelKeys, factor: float) -> dict[str, Any]:
     """Reads all YaRN parameters apart from the scaling factor.
 
-    Note that llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor
-    that YaRN derives from `factor`, whereas the `attention_factor` in transformers is their product.
+    llama.cpp multiplies the cosines and sines both by `attn_factor` and by YaRN's attention factor for
+    `factor`, whereas the `attention_factor` in transformers is their product.
     """
     names = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     given = {name: keys.get(f"rope.scaling.{name}") for name in names}
@@ -297,7 +295,7 @@ def _yarn(keys: ModelKeys, factor: float) -> dict[str, Any]:
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Inverts `_yarn`, by converting the YaRN entries in a `config.json` to GGUF metadata."""
+    """The inverse of `_yarn`: converts the YaRN entries in a `config.json` to GGUF metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
@@ -316,15 +314,15 @@ def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
 
 
 def _grown(factor: float, share: float = 1.0) -> float:
-    """Computes YaRN's attention factor when the context is extended by `factor`."""
+    """Computes YaRN's attention factor for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a `config.json` to the metadata that llama.cpp needs, excluding the tokeniser.
+    """Converts a `config.json` to llama.cpp's metadata, excluding the tokeniser.
 
-    **Raises:** `ValueError` if the architecture is unknown, if an entry is missing, or if an entry can't be
-    represented in GGUF.
+    **Raises:** `ValueError` if the architecture is unknown, if an entry is missing, or if GGUF can't
+    represent an entry.
     """
     kind = config.get("model_type")
     known = {gguf.model_type: (family, gguf) for family in FAMILIES.values() if (gguf := family.gguf)}
@@ -410,7 +408,7 @@ def _rope_values(
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Computes the tensors that llama.cpp uses to store scaled rotary frequencies.
+    """Computes llama.cpp's tensors for scaled rotary frequencies.
 
     These are used by Llama 3, LongRoPE and Gemma 4.
     """
@@ -452,7 +450,7 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
-    """Returns the size by whose square root Gemma divides its attention scores.
+    """Returns the size for Gemma's attention scores: they are divided by its square root.
 
     This is the head size, except for the largest model.
     """
@@ -466,9 +464,9 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """As `metadata_of`, but first applies `completed`. Error messages name the checkpoint.
+    """Like `metadata_of`, but error messages name the checkpoint.
 
-    **Raises:** `CheckpointError` if the configuration can't be represented in GGUF.
+    **Raises:** `CheckpointError` if GGUF can't represent the configuration.
     """
     try:
         return metadata_of(config)

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file format, which stores metadata, the tokeniser and tensors in one or more files.
+"""GGUF, llama.cpp's file format for metadata, the tokeniser and tensors, in one or more files.
 
 This follows the specification: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 """
@@ -36,7 +36,7 @@ _PLAIN: dict[int, np.dtype] = {
     30: np.dtype(ml_dtypes.bfloat16),
 }
 
-#: Tensor types that we don't support, keyed by their number in the file.
+#: Unsupported tensor types, keyed by their number in the file.
 _UNREAD = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
@@ -53,14 +53,14 @@ class _Tensor(NamedTuple):
 
 
 class GgufFile(Mapping[str, Any]):
-    """A mapping over the tensors in a GGUF file, each of which is only read from disk when it is looked up.
+    """A mapping over the tensors in a GGUF file. Looking up a tensor reads it from disk.
 
     Keys are transformers' names if the architecture is known, and llama.cpp's names otherwise.
 
     **Attributes:**
 
     - `metadata`: the key-value pairs in the file, including the tokeniser. Numbers are kept as NumPy scalars
-        if `save` would otherwise change their type.
+        if writing them would otherwise change their type.
     - `config`: the equivalent of transformers' `config.json`, if the architecture is supported.
     """
 
@@ -98,7 +98,7 @@ class GgufFile(Mapping[str, Any]):
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
     def is_current(self) -> bool:
-        """Returns whether the files on disk are still the ones that were opened."""
+        """Returns whether the files on disk are still the opened ones."""
         return all(file.is_current() for file in self._files)
 
     @property
@@ -125,7 +125,7 @@ class GgufFile(Mapping[str, Any]):
     def _joined(self, key: str, parts: Sequence[Any], order: str) -> Any:
         """Joins the rows of several tensors into a single array, in transformers' order.
 
-        If the tensors are quantised in different ways then the array becomes dense, with a warning.
+        If the tensors are quantised in different ways, this array becomes dense, with a warning.
         """
         found = orders(self.path, key, order, sum(part.shape[0] for part in parts), self._plain)
         if [len(rows) for rows in found] != [part.shape[0] for part in parts]:
@@ -141,8 +141,8 @@ class GgufFile(Mapping[str, Any]):
         dtype = np.promote_types(*(part.dtype for part in parts))
 
         def whole(parts: Sequence[Any]) -> Any:
-            # Add an axis at the front, so that this is treated as a stack of matrices, and quantised arrays
-            # remain quantised. Otherwise it would look like indexing an embedding, whose rows are decoded.
+            # Add an axis at the front, so this is a stack of matrices, and quantised arrays remain quantised.
+            # Otherwise it looks like indexing an embedding, which decodes its rows.
             return jnp.concatenate([part.astype(dtype) for part in parts])[None][:, order_of_all][0]
 
         return quaxify(whole)(list(parts))
@@ -193,7 +193,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Lists the files that make up a split checkpoint."""
+    """Lists the files in a split checkpoint."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]

@@ -1,8 +1,8 @@
-"""Differences between the tensors of a GGUF file and transformers' arrays.
+"""Differences between a GGUF file's tensors and transformers' arrays.
 
 Rows and columns can be in a different order, and the numbers themselves can be transformed. For example,
-llama.cpp stores `-exp(A_log)` rather than `A_log`. Note that all orders in here are the ones for writing, so
-that `tensor = array[order]`. When reading, we need to invert them.
+llama.cpp stores `-exp(A_log)` rather than `A_log`. Reading inverts all orders in here: these are for writing,
+i.e. `tensor = array[order]`.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,15 +38,15 @@ _ROTATED = {f"attn_{x}.{kind}": f"rotated_{x}" for x in ("q", "k") for kind in (
 # Orders -------------------------------------------------------------------------------------------
 
 _LARGEST = 1 << 24  # no model has as many heads, or heads as large
-#: A function that looks up a size in the metadata.
+#: A function looking up a size in the metadata.
 _Size = Callable[[str], int]
 
 
 def _rotated(key: str) -> Callable[[_Size, int], list[np.ndarray]]:
     """Interleaves the two halves of each head.
 
-    This is needed because llama.cpp rotates pairs of neighbours, whereas transformers rotates the first half
-    of a head together with the second half.
+    This is because llama.cpp rotates pairs of neighbours, whereas transformers rotates a head's first half
+    together with the second.
     """
 
     def order(size: _Size, count: int) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ class _Heads(NamedTuple):
     **Attributes:**
 
     - `key_heads`: the number of heads for keys (and queries).
-    - `heads`: the number of heads for values, which is a multiple of this.
+    - `heads`: the number of heads for values, a multiple of this.
     - `keys`: the total size of all key heads.
     """
 
@@ -80,10 +80,10 @@ class _Heads(NamedTuple):
         return cls(key_heads, heads, key_heads * size("ssm.state_size"))
 
     def tiled(self, count: int) -> np.ndarray:
-        """Returns the order of the value heads in llama.cpp.
+        """Returns llama.cpp's order for the value heads.
 
         Several value heads share each key head. In transformers these are next to each other, but llama.cpp
-        starts with the first value head of every key head, followed by all of the second ones, and so on.
+        starts with the first value head of every key head, followed by all second ones, and so on.
         """
         if count < 1 or count % self.heads:
             raise ValueError(f"{self.heads} heads do not divide {count} values")
@@ -127,7 +127,7 @@ ORDERS: dict[str, Callable[[_Size, int], list[np.ndarray]]] = {
 
 
 def orders(path: Path, name: str, order: str, count: int, metadata: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns which rows (or columns) of an array each of its tensors consists of.
+    """Returns the rows (or columns) of an array for each of its tensors.
 
     **Raises:** `CheckpointError` if any sizes are missing from the metadata, or don't fit the array.
     """
@@ -162,9 +162,9 @@ def order_of(path: Path, name: str, order: str, count: int, metadata: Mapping[st
 
 
 class _Function(NamedTuple):
-    """A function that is applied to all numbers when an array is written, along with its inverse.
+    """A function applied to all numbers when writing an array, along with its inverse.
 
-    Both are also passed the offset that the family adds to the weights of its norms, which most ignore.
+    Both are also passed the family's offset for norm weights, but most ignore this.
     """
 
     written: Callable[[np.ndarray, float | int], np.ndarray]

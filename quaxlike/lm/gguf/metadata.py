@@ -18,7 +18,7 @@ MAGIC = b"GGUF"
 
 
 class ModelKeys(NamedTuple):
-    """The metadata of a file's model, whose keys start with the architecture's name. It is left out here."""
+    """A file's metadata for its model. These keys start with the architecture's name, left out here."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -38,10 +38,10 @@ _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8
 _DTYPES = tuple(None if name is None else np.dtype(name) for name in _NUMBERS)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES) if dtype is not None}
 _STRING, _ARRAY = 8, 9
-# The dtypes that are used for Python numbers: as scalars, and then in lists.
+# The dtypes for Python numbers: as scalars, and then in lists.
 _OF_NUMBERS, _OF_LISTS = (tuple(map(np.dtype, names)) for names in (("<u4", "<f4", "?"), ("<i4", "<f4", "?")))
 
-# The types that llama.cpp requires for known keys (see gguf-py/gguf/gguf_writer.py).
+# The types required by llama.cpp for known keys (see gguf-py/gguf/gguf_writer.py).
 _FLOATS = (
     *(r"\w+_epsilon", "freq_base", "freq_base_swa", r"scaling\.factor", r"scaling\.(yarn_)?attn_factor"),
     *(r"scaling\.yarn_\w+", r"\w+_softcapping", r"(\w+_)?scale", "clamp_kqv", "max_alibi_bias"),
@@ -66,7 +66,7 @@ _ARRAYS = {f"tokenizer.ggml.{key}": dtype for key, dtype in
 
 
 class Cursor:
-    """A position within a file that is being read."""
+    """A position within a file being read."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
@@ -100,7 +100,7 @@ class Cursor:
 
 
 def read_value(cursor: Cursor) -> Any:
-    """Reads a type followed by a value of that type, which can be a number, string or list.
+    """Reads a type followed by a value of this type: a number, string or list.
 
     Numbers are returned as NumPy scalars if `encode_value` would otherwise change their type.
     """
@@ -148,12 +148,12 @@ def encode_text(text: str) -> bytes:
 def encode_value(value: Any, key: str = "") -> bytes:
     """Encodes a value, prefixed by its type.
 
-    For known keys, we use the type that llama.cpp requires. For all other keys, NumPy scalars and arrays keep
-    their dtype, Python integers become uint32 (or int32 in a list), and floats become float32, matching the
-    files that llama.cpp writes.
+    Known keys use the type required by llama.cpp. For all other keys, NumPy scalars and arrays keep their
+    dtype, Python integers become uint32 (or int32 in a list), and floats become float32, as in llama.cpp's
+    own files.
 
-    **Raises:** `TypeError` or `OverflowError` if the value can't be represented by the format, or by the type
-    that the key requires.
+    **Raises:** `TypeError` or `OverflowError` if the format, or the key's required type, can't represent this
+    value.
     """
     is_list = isinstance(value, list | tuple) or np.ndim(value) > 0
     known = _ARRAYS.get(key) if is_list else next((t for t, keys in _SCALARS if keys.fullmatch(key)), None)
@@ -203,7 +203,7 @@ def _array(value: Sequence[Any]) -> Any:
 
 
 def _smallest(least: int, most: int, *dtypes: str) -> str:
-    """Returns the first of these integer dtypes that can represent the range, falling back to the last."""
+    """Returns the first of these integer dtypes to fit the range, falling back to the last."""
 
     def fits(name: Any) -> Any:
         return np.iinfo(name).min <= least and most <= np.iinfo(name).max

@@ -20,18 +20,18 @@ _OUTPUTS = {"mxfp4": "q8_0"} | dict.fromkeys(
 
 
 class _Preset(NamedTuple):
-    """One of `llama-quantize`'s presets, as types of weights.
+    """One of `llama-quantize`'s presets, i.e. a type for each kind of weight.
 
     **Attributes:**
 
-    - `most`: of those that no other attribute is about.
-    - `output`: of the output layer.
+    - `most`: for all weights not listed below.
+    - `output`: for the output layer.
     - `file_type`: llama.cpp's number for the file type.
-    - `values`, `shared_values`: of the projections to values, and of those that four or more heads share.
-    - `outputs`, `outputs_of_8`: of the output projections of attention, in a mixture of eight experts or not.
-    - `down`, `first_down`: of down projections, and of those in the first eighth of the layers.
-    - `more_bits`: of values and down projections in the layers that `_has_more_bits` selects.
-    - `experts`: of stacks of experts.
+    - `values`, `shared_values`: for projections to values, and for those shared by four or more heads.
+    - `outputs`, `outputs_of_8`: for attention's output projections, and for those beside eight experts.
+    - `down`, `first_down`: for down projections, and for those in the first eighth of the layers.
+    - `more_bits`: for values and down projections in the layers selected by `_has_more_bits`.
+    - `experts`: for stacks of experts.
     """
 
     most: str
@@ -73,7 +73,7 @@ def _has_more_bits(i: int, count: int) -> bool:
 
 
 def _of_blocks(preset: _Preset, tensors: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the types of those tensors for which a preset doesn't use the same type as for most.
+    """Returns the types for all tensors where a preset doesn't use the same type as for most.
 
     Source: `llama_tensor_get_type_impl` in llama.cpp's `llama-quant.cpp`, without an importance matrix.
     """
@@ -139,11 +139,11 @@ def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
 
     **Arguments:**
 
-    - `model`: a model, whose arrays can be `jax.ShapeDtypeStruct`s.
+    - `model`: a model. Its arrays can be `jax.ShapeDtypeStruct`s.
     - `quantize`: one of `TYPES`, a recipe for [`quaxlike.quantize`][], or a recipe's name.
 
-    **Raises:** `ValueError` if the name is unknown, if a rule doesn't match anything, or if GGUF has no type
-    for a scheme.
+    **Raises:** `ValueError` if the name is unknown, if a rule matches nothing, or if GGUF has no type for a
+    scheme.
     """
     if isinstance(quantize, str) and _require_type(quantize) in _PRESETS:
         preset = _PRESETS[quantize]

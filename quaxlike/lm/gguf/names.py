@@ -83,7 +83,7 @@ def transformers_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_name(name: str, family: Family | None) -> str:
-    """Inverts `transformers_name`, by converting a name in transformers to llama.cpp's name."""
+    """The inverse of `transformers_name`: converts transformers' name to llama.cpp's."""
     stem, _, kind = name.rpartition(".")
     named = family.name if family else str
     top = {named(hf): gguf for gguf, hf in _TOP.items()}
@@ -106,7 +106,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 
 
 def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
-    """Returns the names of the llama.cpp tensors that store an array. There can be several."""
+    """Returns the names of the llama.cpp tensors for an array. There can be several."""
     found = _in_layer(name, family)
     if family is None or found is None or found[1] not in (parts := _joined(family)):
         return (llama_cpp_name(name, family),)
@@ -116,7 +116,7 @@ def tensors_of(name: str, family: Family | None) -> tuple[str, ...]:
 def joined_by(name: str, family: Family | None) -> str:
     """Returns how an array's rows are distributed over several tensors, as a name in `ORDERS`.
 
-    This is empty if the array is just a single tensor, and also for experts, as their rows aren't reordered.
+    This is empty for a single tensor, and also for experts: their rows aren't reordered.
     """
     found, own = _in_layer(name, family), family.gguf if family else None
     joined = own.joined.get(found[1]) if own and found else None
@@ -124,7 +124,7 @@ def joined_by(name: str, family: Family | None) -> str:
 
 
 def joined_tensors(names: Mapping[str, Any], family: Family | None) -> dict[str, tuple[str, ...]]:
-    """Maps each array that a file stores as several tensors to these tensors."""
+    """Maps each array stored as several tensors to these tensors."""
     out: dict[str, tuple[str, ...]] = {}
     for array, parts in (_joined(family) if family else {}).items():
         for name in names:
@@ -152,7 +152,7 @@ def _in_layer(name: str, family: Family | None) -> tuple[str, str] | None:
 
 # Experts ------------------------------------------------------------------------------------------
 
-#: Maps transformers' names within a block to the pair of llama.cpp tensors that they are split into.
+#: Maps transformers' names within a block to pairs of llama.cpp tensors.
 _EXPERTS = {
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
@@ -165,7 +165,7 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
     `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out, in)`, and biases
     are `(experts, out)`. If `interleaved`, then transformers' layout alternates between the two projections,
-    with matrices being `(experts, in, out)`.
+    and matrices are `(experts, in, out)`.
 
     **Raises:** `CheckpointError` if the two projections have different shapes, or if a tensor is not a stack.
     """
@@ -191,9 +191,9 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
 
 def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Inverts `stack_experts`, by returning a function to extract each llama.cpp tensor.
+    """The inverse of `stack_experts`: returns a function to extract each llama.cpp tensor.
 
-    `n_axes` is how many axes the array has. The result is empty if the array is stored unchanged.
+    `n_axes` is the array's number of axes. The result is empty if the array is stored unchanged.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same

@@ -1,4 +1,4 @@
-"""Conversion of the tokeniser in a GGUF file to a `tokenizer.json`, as used by `tokenizers`.
+"""Conversion from a GGUF file's tokeniser to a `tokenizer.json`, as used by `tokenizers`.
 
 This follows `src/llama-vocab.cpp` in <https://github.com/ggml-org/llama.cpp>. See `vocabulary.py` for the
 opposite direction.
@@ -30,8 +30,8 @@ def _cased(ending: str, digits: str) -> tuple[str, ...]:
     return (f"{word}{_UPPER}*{_LOWER}+{ending}|{word}{_UPPER}+{_LOWER}*{ending}|{digits}|{_SLASHED}",)
 
 
-#: Maps values of `tokenizer.ggml.pre` to the regular expressions that split the input before applying merges.
-#: When writing a file, we use the first name that fits.
+#: Maps values of `tokenizer.ggml.pre` to the regular expressions splitting the input before merges. When
+#: writing a file, the first name to fit is used.
 PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
@@ -41,24 +41,24 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
     "tekken": _cased("", r"\p{N}"),
 }
-#: With these pre-tokenisers, any piece that is itself a token is never split, regardless of the merges. They
-#: also prepend BOS by default.
+#: These pre-tokenisers never split a piece that is itself a token, regardless of the merges. They also
+#: prepend BOS by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 #: How llama.cpp splits inputs before applying the merges of a "gemma4" vocabulary.
 LINES = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
-#: The maximum length of a merged token. We try splitting each token at every position, which would take too
-#: long for longer tokens.
+#: The maximum length of a merged token. Each token is tried with a split at every position, which takes too
+#: long for longer ones.
 LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the tokeniser in a GGUF file's metadata to a `tokenizer.json`.
 
-    The result can be loaded with `tokenizers.Tokenizer.from_str(json.dumps(…))`. The supported vocabularies
-    are byte-level BPE ("gpt2"), SentencePiece ("llama"), and SentencePiece with merges ("gemma4").
+    Load this with `tokenizers.Tokenizer.from_str(json.dumps(…))`. The supported vocabularies are byte-level
+    BPE ("gpt2"), SentencePiece ("llama"), and SentencePiece with merges ("gemma4").
 
-    **Raises:** `CheckpointError` for any other kind of vocabulary, or if the vocabulary is inconsistent.
+    **Raises:** `CheckpointError` for any other vocabulary, or if it is inconsistent.
     """
 
     def get(key: str, default: Any = None) -> Any:
@@ -134,7 +134,7 @@ def _byte_level(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any)
 def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
     """Recovers the merges from the scores.
 
-    This is possible because llama.cpp always merges the pair that forms the token with the highest score.
+    This is possible because llama.cpp always merges the pair forming the token with the highest score.
     """
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
@@ -167,7 +167,7 @@ _READERS: dict[Any, Any] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma
 
 
 def line_breaks_apart(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> str | None:
-    """Returns a token of several line breaks that merges don't form. llama.cpp takes these as they are."""
+    """Returns a token of several line breaks not formed by merges. llama.cpp never splits these."""
     rank = {(a, b): i for i, (a, b) in reversed([*enumerate(merges)])}
     for text in (text for text in vocab if len(text) > 1 and not text.strip("\n")):
         parts = list(text) if len(text) <= LONGEST else []
@@ -182,7 +182,7 @@ def line_breaks_apart(vocab: Mapping[str, int], merges: Sequence[Sequence[str]])
 def _with_spaces(
     vocab: dict[str, int], kinds: list[Any], pairs: list[list[str]], prefix: bool
 ) -> dict[str, Any]:
-    """Describes a tokeniser that replaces spaces by "▁", optionally with another one in front."""
+    """Describes a tokeniser replacing spaces by "▁", optionally with another one in front."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
@@ -214,7 +214,7 @@ def _token(tokens: list[str], i: Any, name: str, damaged: Any) -> tuple[str, int
 
 
 def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
-    """Creates a template, for single inputs and for pairs, that adds a token before or after each input."""
+    """Creates a template, for single inputs and for pairs, adding a token before or after each input."""
 
     def special(token: str, kind: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": token, "type_id": kind}}

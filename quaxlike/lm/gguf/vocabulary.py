@@ -1,8 +1,8 @@
-"""Conversion of a checkpoint's tokeniser to the metadata of a GGUF file.
+"""Conversion from a checkpoint's tokeniser to GGUF metadata.
 
 This follows `conversion/base.py` in <https://github.com/ggml-org/llama.cpp>. However, their converter copies
-scores from SentencePiece's model file, whereas we recover them from the merge order, which SentencePiece
-derived from the scores. See `tokenizer.py` for the opposite direction.
+scores from SentencePiece's model file, whereas we recover them from the merge order, derived from these
+scores by SentencePiece. See `tokenizer.py` for the opposite direction.
 """
 
 import json
@@ -29,7 +29,7 @@ from .tokenizer import (
 )
 
 _NORMAL, _UNUSED = 1, 5
-_UNREACHABLE = -1000.0  # the score that llama.cpp's converter uses for tokens that no merge creates
+_UNREACHABLE = -1000.0  # from llama.cpp's converter, for tokens not created by merges
 # Maps transformers' names of special tokens to llama.cpp's. (For end-of-text, see `ends_in_vocabulary`.)
 _SPECIAL = {"bos": "bos", "unk": "unknown", "pad": "padding"}
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -44,8 +44,8 @@ def vocabulary_of(
 ) -> dict[str, Any]:
     """Converts a checkpoint's tokeniser, chat templates and name to GGUF metadata.
 
-    End-of-text tokens are not included; these are handled by `ends_in_vocabulary`. GGUF requires a token for
-    each of the embedding's `rows`, so we pad the vocabulary with unused tokens.
+    This excludes end-of-text tokens; see `ends_in_vocabulary`. GGUF requires a token for each of the
+    embedding's `rows`, so we pad the vocabulary with unused tokens.
 
     **Raises:** `FileNotFoundError` if there is no `tokenizer.json`. `CheckpointError` if it is damaged, or if
     llama.cpp would tokenise differently.
@@ -82,9 +82,9 @@ def vocabulary_of(
 
 
 def _with_tokens(template: str, special: Mapping[str, str]) -> str:
-    """Defines the special tokens that a template uses at its start, because llama.cpp only knows two of them.
+    """Defines a template's special tokens at its start: llama.cpp only knows two of them.
 
-    Each definition has a line of its own, which the rendered text does not have.
+    Each definition has its own line, absent from the rendered text.
     """
     words = {*re.findall(r"\w+", template)} - {"bos_token", "eos_token"}
     used = [name for name in special if name in words]
@@ -93,9 +93,9 @@ def _with_tokens(template: str, special: Mapping[str, str]) -> str:
 
 
 def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
-    """Chooses the model's name, in which llama.cpp looks for "phi-3".
+    """Chooses the model's name. llama.cpp looks for "phi-3" in it.
 
-    If it is found, then tokens absorb any whitespace that follows them (`rstrip`), and models with any other
+    If it is found, then tokens absorb any whitespace after them (`rstrip`), and models with any other
     architecture fail to load.
     """
     name = folder.resolve().name
@@ -109,7 +109,7 @@ def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
 
 
 def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Reads the vocabulary as well as the merges, in order."""
+    """Reads the vocabulary, and the merges in order."""
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
@@ -176,10 +176,9 @@ def _tokens(
 
 
 def _split_by(path: Path, described: Mapping[str, Any]) -> str:
-    """Finds llama.cpp's name for the pre-tokeniser, which splits the input before applying merges."""
+    """Finds llama.cpp's name for the pre-tokeniser. This splits the input before applying merges."""
     normal = described.get("normalizer")
-    # llama.cpp doesn't normalise its inputs, but this only matters for the few inputs that aren't already
-    # NFC.
+    # llama.cpp doesn't normalise inputs, but this only matters for the few that aren't already NFC.
     if not isinstance(normal, dict | None) or (normal or {}).get("type", "NFC") != "NFC":
         raise file_error(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
     before = described.get("pre_tokenizer")
@@ -226,12 +225,12 @@ def _mark_kinds(
     kinds: list[int],
     added: Mapping[str, int],
 ) -> None:
-    """Marks bytes and the unknown token in `kinds`, given the tokens that are `made` by merges."""
+    """Marks bytes and the unknown token in `kinds`, given the tokens `made` by merges."""
     for i, token in enumerate(tokens):
         if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
             kinds[i] = BYTE
         elif token in added and token in made and "▁" in token:
-            # This is an added token for whitespace that is also the result of a merge.
+            # An added token for whitespace, also created by a merge.
             kinds[i] = _NORMAL
     unknown = described["model"].get("unk_token")
     if isinstance(unknown, str) and unknown in vocab:
@@ -262,7 +261,7 @@ def _sentencepiece_keys(
     tokens: list[str],
     kinds: list[int],
 ) -> dict[str, Any]:
-    """Computes scores that decrease in merge order."""
+    """Returns the keys of a "llama" vocabulary, with scores decreasing in merge order."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
@@ -277,8 +276,8 @@ def _check_merges(
 ) -> None:
     """Checks that llama.cpp would merge the same pairs.
 
-    This isn't always the case. For this kind of vocabulary llama.cpp doesn't store any merges, but merges any
-    pair of tokens that forms another token.
+    This isn't always the case: for this kind of vocabulary, llama.cpp stores no merges, but merges any pair
+    of tokens forming another token.
     """
     if long := next((text for text in vocab if len(text) > LONGEST), None):
         raise file_error(
@@ -343,7 +342,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
 
 
 def _steps(described: Any, name: str) -> list[Any]:
-    """Returns the steps of a sequence, treating a single step as a sequence of length one."""
+    """Returns a sequence's steps, treating a single step as a sequence of length one."""
     steps = described.get(name, described) if isinstance(described, dict) else described
     return steps if isinstance(steps, list) else [steps]
 
@@ -363,8 +362,8 @@ def _special(
 ) -> dict[str, int]:
     """Finds the special tokens.
 
-    These can be specified in several places. We prefer the post-processor to the tokeniser's configuration,
-    and either to the model configuration.
+    Several files can specify these. The post-processor has priority over the tokeniser's configuration, and
+    either over the model configuration.
     """
     found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():
@@ -385,10 +384,10 @@ def ends_in_vocabulary(
     ends: Sequence[int],
     answer: Sequence[int],
 ) -> dict[str, int]:
-    """Chooses the metadata for end-of-text tokens, any of which makes llama.cpp stop generating.
+    """Chooses the metadata for end-of-text tokens. llama.cpp stops generating at any of these.
 
     `vocabulary` is the output of `vocabulary_of`, `ends` are the end-of-text tokens, and `answer` contains
-    the token that the chat template adds after each answer, if any.
+    the chat template's token after each answer, if any.
 
     llama.cpp also uses the `eos` token for two other purposes: it can be appended to inputs, and is available
     to chat templates as `eos_token`. If a template uses this, then the `eos` token must be the tokeniser's

@@ -1,8 +1,8 @@
-"""Metadata of architectures in which layers with a sliding window differ in size from all others.
+"""Metadata for architectures with different sizes for layers with and without a sliding window.
 
-For these, llama.cpp has additional keys that end in `_swa` and only apply to layers with a window. Sizes can
-also be lists with one number per layer. Finally, the tensor `rope_freqs` only divides the rotary frequencies
-of layers without a window.
+For these, llama.cpp has additional keys ending in `_swa`, for layers with a window. Sizes can also be lists
+with one number per layer. The tensor `rope_freqs` only divides the rotary frequencies of layers without a
+window.
 """
 
 import math
@@ -16,13 +16,13 @@ from .metadata import ModelKeys
 
 PATTERN = "attention.sliding_window_pattern"
 FACTORS = "rope_freqs.weight"
-#: Keys that are stored as lists if they differ between layers.
+#: Keys stored as lists if they differ between layers.
 LISTS = ("attention.head_count_kv", "feed_forward_length")
-#: Keys that are read in here, in addition to those with an entry of their own.
+#: Keys read in here, in addition to those with their own entry.
 KEYS = (*LISTS, "rope.freq_base_swa", "rope.dimension_count_swa", "attention.value_length_swa")
 _SHARED = "attention.shared_kv_layers"
 _WINDOW, _GLOBAL = "sliding_attention", "full_attention"
-_NEVER = 1e30  # what llama.cpp divides a frequency by in order for it to be zero
+_NEVER = 1e30  # llama.cpp divides a frequency by this to make it zero
 
 
 def entries_of(
@@ -31,12 +31,12 @@ def entries_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """Reads the entries of `config.json` that depend on the kind of layer.
+    """Reads the entries of `config.json` depending on the kind of layer.
 
-    `config` contains everything that was already read, `shapes` has those of all tensors, and `read` loads a
-    single one.
+    `config` contains everything read so far, `shapes` the shapes of all tensors, and `read` loads a single
+    tensor.
 
-    **Raises:** `CheckpointError` if a key's value has the wrong type, or if llama.cpp couldn't run the model.
+    **Raises:** `CheckpointError` if a key's value has the wrong type, or if llama.cpp can't run this model.
     """
     windows = _windows(keys, config)
     shared = _shared(keys, windows, config)
@@ -87,7 +87,7 @@ def values_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
 
 
 def factors_of(size: int, rope: Mapping[str, Any]) -> np.ndarray:
-    """Computes what the rotary frequencies of layers without a window are divided by."""
+    """Computes the divisors for the rotary frequencies in layers without a window."""
     kind = rope.get("rope_type") or "default"
     share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
     factor = 1.0 if kind == "default" else rope.get("factor", 1.0)
@@ -106,10 +106,10 @@ def _windows(keys: ModelKeys, config: Mapping[str, Any]) -> list[bool]:
 
 
 def _shared(keys: ModelKeys, windows: Sequence[bool], config: Mapping[str, Any]) -> int:
-    """Reads how many of the last layers read another layer's keys and values.
+    """Reads how many layers at the end use another layer's keys and values.
 
-    llama.cpp always takes these from the two layers before them, whereas in transformers it's the last layer
-    of each kind.
+    llama.cpp always takes these from the two layers before, whereas in transformers it's the last layer of
+    each kind.
     """
     shared = config.get("num_kv_shared_layers") or 0
     if type(shared) is not int or not 0 <= shared < len(windows):
@@ -157,7 +157,7 @@ def _widths(keys: ModelKeys, key: str, layers: int, shared: int) -> dict[str, An
 
 
 def _rope(keys: ModelKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the rotary parameters of each kind of layer, apart from those that the tensor holds."""
+    """Reads the rotary parameters for each kind of layer, except for the tensor's."""
     scaling = keys.get("rope.scaling.type")
     if scaling not in (None, "none"):
         raise keys.error("rope.scaling.type", f"expected {FACTORS} instead; found {quoted(scaling)}")
@@ -175,7 +175,7 @@ def _rope(keys: ModelKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(factors: list[float], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the tensor to rotary parameters, which if possible are those of a published model."""
+    """Converts the tensor to rotary parameters. If possible, these are as in a published model."""
     count, kept = len(factors), [factor for factor in factors if factor < _NEVER / 2]
     if kept and factors[: len(kept)] == [kept[0]] * len(kept):
         share = len(kept) / count

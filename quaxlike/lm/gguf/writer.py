@@ -27,8 +27,8 @@ _ALIGNMENT = 32
 class _Kind(NamedTuple):
     """A tensor type.
 
-    This contains its number, the file type's number for files that mostly use it, its elements and bytes per
-    block, and the codecs or dtype that it can store.
+    This contains its number, the file type's number for files mostly using it, its elements and bytes per
+    block, and the codecs or dtype it can store.
     """
 
     number: int
@@ -60,12 +60,12 @@ def _quantised(name: str) -> _Kind:
 
 
 _KINDS = _FLOATING | {name: _quantised(name) for name in _FILE_TYPES}
-#: The types that weights can be converted to.
+#: Types to convert weights to.
 TYPES = tuple(_KINDS)
 
 
 def file_type_of(kind: str) -> int:
-    """Returns llama.cpp's file type for a file in which most weights have this type."""
+    """Returns llama.cpp's file type for a file with mostly this type."""
     return _KINDS[kind].file_type
 
 
@@ -75,25 +75,25 @@ _INSTEAD = {
     "q2_k": "q4_0", "q3_k": "q4_0", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
-# Tensors that llama.cpp requires to be float32, regardless of the type of all other weights.
+# llama.cpp requires these tensors to be float32, regardless of the type of all other weights.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.((ffn_gate_inp(_shexp)?|ssm_conv1d)\.weight|ffn_\w+_exps\.bias)")
-#: A tensor that keeps its dtype when all others are rounded, as in llama.cpp.
+#: This tensor keeps its dtype when all others are rounded, as in llama.cpp.
 _NEVER_ROUNDED = "per_layer_model_proj.weight"
 _OUTPUT = "output.weight"
 _EMBEDDINGS = {"token_embd.weight", "per_layer_token_embd.weight"}
 
 
 class Mixture(NamedTuple):
-    """The types to convert each weight to.
+    """The type to convert each weight to.
 
     **Attributes:**
 
     - `kinds`: maps individual arrays' names to types.
-    - `rest`: the type for all other arrays. If None, then these are not converted.
-    - `output`: the type for the output layer, unless it appears in `kinds`. If None, then it is treated like
-        any other array.
-    - `file_type`: llama.cpp's number for the file type. If None, then this is the most common weight type.
-    - `by_tensor`: returns the types of those of llama.cpp's tensors that aren't of the type `rest`, given the
+    - `rest`: the type for all other arrays. If None, these aren't converted.
+    - `output`: the type for the output layer, unless it appears in `kinds`. If None, it is like any other
+        array.
+    - `file_type`: llama.cpp's number for the file type. If None, this is the most common type's.
+    - `by_tensor`: returns the types for any of llama.cpp's tensors with another type than `rest`, given the
         names of all tensors and the metadata.
     """
 
@@ -105,7 +105,7 @@ class Mixture(NamedTuple):
 
 
 class _WrittenTensor(NamedTuple):
-    """A tensor to be written. Tensors are encoded one at a time in order to limit peak memory."""
+    """A tensor to write. Tensors are encoded one at a time, to limit peak memory."""
 
     kind: str
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class _WrittenTensor(NamedTuple):
 def write(
     path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any], mixture: Mixture | None = None
 ) -> None:
-    """Writes a GGUF file from metadata and from arrays keyed by llama.cpp's tensor names.
+    """Writes a GGUF file from metadata, and from arrays keyed by transformers' or llama.cpp's names.
 
     `mixture` specifies each weight's type; by default, arrays aren't converted. As in llama.cpp, vectors and
     routers are stored in float32, and rows that aren't a multiple of the block size use a fallback type.
@@ -130,7 +130,7 @@ def write(
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
     tensors: dict[str, _WrittenTensor] = {}
-    # As in llama.cpp, a tied embedding has the output's type, and so does that of each layer.
+    # As in llama.cpp, a tied embedding has the output's type, and so do per-layer embeddings.
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else _EMBEDDINGS
     parts = [(name, part) for name, value in mapping.items() for part in parts_of(path, name, value, known)]
     chosen: Mapping[str, str] = {}
@@ -180,14 +180,14 @@ def _padded(raw: bytes) -> bytes:
 
 
 class TensorPart(NamedTuple):
-    """A tensor of llama.cpp, along with how to compute it from our array.
+    """One of llama.cpp's tensors, along with how to compute it from our array.
 
     **Attributes:**
 
     - `tensor`: its name.
-    - `cut`: a function that extracts it from a stack of experts, or None to use the whole array.
-    - `rows`, `columns`: which rows and columns of the array it consists of, in order. None means all of them.
-    - `squeezed`: whether to drop the second axis, which is of size 1.
+    - `cut`: a function extracting it from a stack of experts, or None to use the whole array.
+    - `rows`, `columns`: the array's rows and columns in this tensor, in order. None means all.
+    - `squeezed`: whether to drop the second axis, of size 1.
     - `function`: a function to apply to the numbers, or None.
     """
 
@@ -200,7 +200,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(path: Path, name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[TensorPart]:
-    """Yields the tensors that an array is written as. `path` is only used in error messages."""
+    """Yields an array's tensors for the file. `path` is only for error messages."""
     family, shape = family_of(metadata), value.shape
     if family is None or not shape:
         yield TensorPart(llama_cpp_name(name, family))

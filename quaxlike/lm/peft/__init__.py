@@ -1,6 +1,6 @@
 """LoRA and other adapters, in the format used by PEFT.
 
-An adapter consists of an `adapter_config.json` and an `adapter_model.safetensors` file. We follow the
+An adapter consists of an `adapter_config.json` and an `adapter_model.safetensors` file. This follows the
 conventions of PEFT 0.21, <https://github.com/huggingface/peft>.
 """
 

@@ -1,4 +1,4 @@
-"""Parsing of the `adapter_config.json` that PEFT writes."""
+"""Parsing of PEFT's `adapter_config.json`."""
 
 import re
 import warnings
@@ -17,14 +17,13 @@ from ..folders.file_pair import Pair
 #: Maps each `peft_type` to our method.
 BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
-# These options are shared by all methods. They have no effect once an adapter is trained, and for example
-# just describe where it came from.
+# Options of all methods without any effect once an adapter is trained, e.g. describing where it came from.
 _INFORMATIVE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     "task_type",
 )
 
-#: The names by which PEFT finds embeddings and output layers that are tied to each other.
+#: PEFT finds tied embeddings and output layers by these names.
 TIED_BY_PEFT = ("embed_tokens", "lm_head")
 
 
@@ -45,15 +44,15 @@ class AdapterConfig(NamedTuple):
     layers_pattern: str | Sequence[str] | None = None
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option, or None if the method doesn't have this option."""
+        """Returns the value of an option, or None if the method doesn't have it."""
         return self.options.get(name)
 
     @property
     def ties_head(self) -> bool:
         """Whether PEFT gives a tied embedding and output layer the same change (`ensure_weight_tying`).
 
-        It only does so if the configuration names one of them the way that Llama does. For example, it
-        ignores this option for GPT-2's `wte`.
+        It only does so if the configuration uses Llama's name for one of them. For example, it ignores this
+        option for GPT-2's `wte`.
         """
         if not self.option("ensure_weight_tying"):
             return False
@@ -65,12 +64,12 @@ class AdapterConfig(NamedTuple):
         return any(name.rpartition(".")[2] in TIED_BY_PEFT for name in named)
 
     def targets(self, layer: str) -> bool:
-        """Returns whether the adapter targets this layer. Note that this isn't defined for `"all-linear"`."""
+        """Returns whether the adapter targets this layer. This isn't defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
             return False
-        # As in PEFT, numbers of layers do not restrict what is named in full.
+        # As in PEFT, layer numbers don't restrict layers named in full.
         in_full = isinstance(self.target_modules, str) or layer in (self.target_modules or ())
         if self.layers_to_transform in (None, []) or in_full:
             return True
@@ -83,10 +82,9 @@ class AdapterConfig(NamedTuple):
         return self._saves(name.rpartition(".")[0] or name)
 
     def _saves(self, layer: str) -> bool:
-        """Returns whether `modules_to_save` includes this layer or a module that contains it.
+        """Returns whether `modules_to_save` includes this layer or a module containing it.
 
-        Just as in PEFT, a name only has to end with one of the entries. For example, `norm` also matches
-        `input_layernorm`.
+        As in PEFT, a name only has to end with an entry. For example, `norm` also matches `input_layernorm`.
         """
         parts = layer.split(".")
         modules = [f"{PREFIX}{'.'.join(parts[:n])}" for n in range(1, len(parts) + 1)]
@@ -97,9 +95,7 @@ _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
 
 
 def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
-    """Returns the first number in the name that follows any of the patterns. If there are no patterns then
-    this is the first number in the name.
-    """
+    """Returns the first number in the name after any of the patterns, or at all if there are no patterns."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
         return int(found["number"]) if found else None
@@ -131,7 +127,7 @@ def _is_names(x: Any) -> bool:
 
 
 _MODULES = Option(None, "a regular expression or a list of names", lambda x: is_pattern(x) or _is_names(x))
-#: The options that are shared by all methods.
+#: Options of all methods.
 _OF_ALL = {
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,

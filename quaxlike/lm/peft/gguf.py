@@ -1,4 +1,4 @@
-"""`save_gguf_adapter`, which saves a LoRA adapter for llama.cpp to apply to a GGUF file of the base model."""
+"""`save_gguf_adapter`, for saving a LoRA adapter to apply in llama.cpp to a GGUF file of the base model."""
 
 import os
 from collections.abc import Callable
@@ -28,19 +28,19 @@ from ..models.decoder_config import completed, text_tower
 def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
     """Writes the LoRA adapter of a decoder to a GGUF file. The base model isn't included.
 
-    llama.cpp can then apply the adapter to a GGUF file of the base model, using either `llama-cli --lora` or
+    llama.cpp can then apply the adapter to a GGUF file of the base model, with either `llama-cli --lora` or
     `llama_cpp.Llama(lora_path=…)`.
 
     **Arguments:**
 
     - `path`: the file to write.
-    - `model`: a decoder with LoRA that was loaded by [`quaxlike.lm.load`][], e.g. the output of
+    - `model`: a decoder from [`quaxlike.lm.load`][] with LoRA, e.g. the output of
         [`quaxlike.lm.peft.load_adapter`][].
-    - `source`: the checkpoint that the decoder was loaded from: either a directory or a GGUF file.
+    - `source`: the decoder's checkpoint: either a directory or a GGUF file.
 
     **Raises:** `ValueError` if the adapter can't be represented in GGUF. This is the case for DoRA and any
-    other methods, for adapted embeddings, and for weights that are trained in full. `CheckpointError` if
-    llama.cpp doesn't support the architecture.
+    other methods, for adapted embeddings, and for weights trained in full. `CheckpointError` if llama.cpp
+    doesn't support the architecture.
 
     !!! example
 
@@ -115,9 +115,7 @@ def _not_held(name: str, problem: str) -> ValueError:
 
 
 def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, ...]:
-    """Returns `a`, `b` and the scaling of an adapter. If `part` is passed then this is just for the part that
-    it extracts.
-    """
+    """Returns `a`, `b` and the scaling of an adapter, or just of the part extracted by `part`."""
     cut = x
     if part is not None:
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
@@ -125,7 +123,7 @@ def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.n
         raise _not_held(name, "the parts that llama.cpp stores one by one are no LoRA of their own")
     if (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):  # GPT-OSS's experts are transposed by `part`
         raise _not_held(name, "it is an embedding, or stored as (in, out)")
-    lead = cut.shape[:-2]  # these are the experts, each of which has a separate adapter in llama.cpp
+    lead = cut.shape[:-2]  # these are the experts, with separate adapters in llama.cpp
 
     def in_float32(leaf: Any) -> np.ndarray:
         dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)

@@ -1,8 +1,7 @@
-"""`load_adapter`, which loads an adapter from the files that PEFT writes.
+"""`load_adapter`, for loading an adapter from PEFT's files.
 
-We insist that every tensor in the file is used, and that every adapted layer exists in the model. If this
-isn't the case then we raise an error, because a partially loaded adapter would silently compute incorrect
-results.
+Every tensor in the file must be used, and every adapted layer must exist in the model. Otherwise we raise an
+error, since a partially loaded adapter would silently compute incorrect results.
 """
 
 import copy
@@ -55,7 +54,7 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 
 
 class VocabularySizeError(CheckpointError):
-    """Raised if an adapter was trained after the vocabulary of its model had been resized."""
+    """Raised if an adapter was trained after resizing its model's vocabulary."""
 
     def __init__(self, message: str, n: int) -> None:
         super().__init__(message)
@@ -71,22 +70,20 @@ def load_adapter(
     adapter_name: str = "default",
     layout: Layouts = None,
 ) -> PyTree:
-    """Loads an adapter that was saved by PEFT. This can be either LoRA or any of the methods in
-    `quaxlike.adapters`.
+    """Loads an adapter saved by PEFT. This can be LoRA or any of the methods in `quaxlike.adapters`.
 
     **Arguments:**
 
     - `directory`: the folder containing `adapter_config.json` and `adapter_model.safetensors`.
-    - `model`: the base model. This can be any pytree whose dotted names (after `rename`) match the state dict
-        that the adapter was trained on. If it already has an adapter then this is replaced.
+    - `model`: the base model. This can be any pytree with dotted names (after `rename`) matching the state
+        dict of the adapter's base model. An existing adapter is replaced.
     - `rename`: a function or mapping from the names of the model's arrays and layers to names in the file.
-        The keys of a mapping can be full names or prefixes. By default, we use transformers' names for the
-        model, either with its head (`AutoModelForCausalLM`) or without (`AutoModel`), and either on its own
-        or as part of a multimodal model. Adapters for other parts of a multimodal model are skipped with a
-        warning.
+        The keys of a mapping can be full names or prefixes. Defaults to transformers' names for the model,
+        either with its head (`AutoModelForCausalLM`) or without (`AutoModel`), and either on its own or as
+        part of a multimodal model. Adapters for other parts of a multimodal model are skipped with a warning.
     - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is read from the
         subfolder with this name.
-    - `layout`: the layouts of any arrays for which we can't infer these from the layer or the name, as for
+    - `layout`: the layouts of any arrays, if the layer or the name doesn't tell, as for
         [`quaxlike.layouts`][]. Defaults to none.
 
     Weights, biases and norms from Flax and Haiku are matched to the corresponding PyTorch layers. For
@@ -95,14 +92,13 @@ def load_adapter(
 
     **Returns:**
 
-    The adapted model. If `alora_invocation_tokens` is set then you should call [`quaxlike.activate`][] for
-    each input.
+    The adapted model. If `alora_invocation_tokens` is set, call [`quaxlike.activate`][] for each input.
 
     **Raises:**
 
     `FileNotFoundError` if there is no adapter. `CheckpointError` if an entry is missing, unknown, damaged or
-    has the wrong shape, or if the adapter uses an option of PEFT that isn't supported. The error message
-    includes the file and the entry.
+    has the wrong shape, or if the adapter uses an unsupported option of PEFT. The message names the file and
+    the entry.
 
     !!! example
 
@@ -156,7 +152,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         leave_out_other_parts(file)
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
-    if rename is None:  # use the layer names that appear in published files
+    if rename is None:  # use the layer names in published files
         paths = [*named_arrays(model)]
         published = {name: own[0] for name in paths if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
@@ -208,9 +204,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
-    """Returns the prefix for the body of the decoder. This is only used if the adapter is just for the body
-    (`AutoModel`).
-    """
+    """Returns the prefix of the decoder's body, if the adapter is just for the body (`AutoModel`)."""
     named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None
@@ -221,12 +215,11 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
 def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[AdapterConfig, PyTree]:
     """Unties the output layer from the embedding if the file modifies them differently.
 
-    If it modifies them in the same way, then we instead remove the duplicate entries for the output layer
-    from the file and its configuration. Models support untying by implementing `with_separate_head`. By
-    default, PEFT only modifies the layer that is named, not the layer it is tied to. With
-    `ensure_weight_tying` (see `AdapterConfig.ties_head`), or for trained tokens, PEFT modifies both of them
-    in the same way, and the file might contain this change either once or twice. However, DoRA's magnitudes
-    are never shared, as they are of the columns of an embedding but of the rows of an output layer.
+    Otherwise, this removes the duplicate entries for the output layer from the file and its configuration.
+    Models support untying by implementing `with_separate_head`. By default, PEFT only modifies the named
+    layer, not the layer tied to it. With `ensure_weight_tying` (see `AdapterConfig.ties_head`), or for
+    trained tokens, PEFT modifies both in the same way, and the file may contain this change once or twice.
+    DoRA's magnitudes are never shared: they belong to an embedding's columns, but to an output layer's rows.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -279,10 +272,10 @@ def _with_embeddings(
     file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
     layouts: Mapping[str, Layout | None],
 ) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
-    """Replaces a model's embeddings with the ones in the file.
+    """Replaces a model's embeddings with the file's.
 
-    Returns the model, along with its arrays keyed by their names in the file. Tied arrays remain tied, unless
-    the file has a separate embedding for each of their names.
+    Returns the model, and its arrays keyed by their names in the file. Tied arrays remain tied, unless the
+    file has a separate embedding for each of their names.
     """
     out, is_new, n = dict(arrays), False, 0
     for new, key in file.bases.items():
@@ -304,7 +297,7 @@ def _with_embeddings(
 def _read_whole(
     file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
 ) -> jax.Array:
-    """Reads an array that replaces an array in the model, and has its dtype, as in PEFT."""
+    """Reads an array to replace one in the model, with the same dtype, as in PEFT."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
@@ -318,11 +311,11 @@ def _read_whole(
     return stored.take(file.read(key, expected), leaf.shape).astype(leaf.dtype)
 
 
-# PEFT inserts these in between the name of a layer and the names of its original arrays.
+# PEFT inserts these between a layer's name and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
-# PEFT saves additional copies under these names. It does so for biases if bias="all", and for embeddings.
+# PEFT saves additional copies under these names: of biases if bias="all", and of embeddings.
 _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
@@ -331,13 +324,13 @@ class _File:
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
-        self._base: Any = None  # the dtype of the array whose adapters are read
-        self.shared: dict[str, str] = {}  # name -> key, for tensors that are shared between layers
+        self._base: Any = None  # the dtype of the adapted array
+        self.shared: dict[str, str] = {}  # name -> key, for tensors shared between layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
-        #: Like `adapters`, but for the other methods that can be used in combination with this one.
+        #: Like `adapters`, but for other methods in combination with this one.
         self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
-        # Name in the model -> key, for embeddings that were saved alongside the adapter.
+        # Name in the model -> key, for embeddings saved alongside the adapter.
         self.bases: dict[str, str] = {}
         endings = [
             (end, part, found)
@@ -374,9 +367,9 @@ class _File:
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
-        """Moves any embeddings and output layers that were saved but not trained from `trained` to `bases`.
+        """Moves any embeddings and output layers saved without training from `trained` to `bases`.
 
-        PEFT saves these automatically if the embeddings were resized using `resize_token_embeddings`.
+        PEFT saves these automatically after `resize_token_embeddings`.
         """
         trains_biases = config.option("bias") not in (None, "none")
         for name in [name for name in self.trained if is_of_tokens(name)]:
@@ -395,7 +388,7 @@ class _File:
         return all(np.array_equal(whole(x), whole(y)) for x in of_head for y in of_embedding)
 
     def drop_head(self) -> None:
-        """Removes the duplicate entries for an output layer that is tied to the embedding."""
+        """Removes the duplicate entries for an output layer tied to the embedding."""
         is_repeated = any(_is_embedding(layer_of(name)) for name in (*self.bases, *self.trained))
         bases = [self.bases] if is_repeated else []
         for held in (self.adapters, self.trained, *bases, *(found for _, found in self.beside)):
@@ -426,7 +419,7 @@ class _File:
         ):
             raise self.error(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
         array = from_numpy(self.tensors[key])
-        # PEFT computes all adapters in float32. We keep the dtype of a base that has 16 bits itself.
+        # PEFT computes all adapters in float32. We keep 16 bits if the base has the same dtype.
         is_narrow = array.dtype.itemsize < 4 and array.dtype != self._base
         return array.astype(jnp.float32) if is_narrow else array
 
@@ -441,9 +434,7 @@ _Found = Mapping[str, Mapping[str, str]]
 def _check_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, model: PyTree, names: _Names
 ) -> None:
-    """Checks that the layers with adapters in the file are exactly the ones that the configuration
-    specifies.
-    """
+    """Checks that the file has adapters for exactly the layers in the configuration."""
     for layer, keys in found.items():
         if layer not in names.layers:
             near = suggestion(layer, {layer: leaf for layer, (_, leaf) in names.layers.items()})
@@ -457,8 +448,8 @@ def _check_layers(
 
 
 def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -> list[str]:
-    """Returns the layers that are matched by `target_modules` or `target_parameters`."""
-    # Parameters can't be matched by `target_modules`. In transformers 5, experts and routers are parameters.
+    """Returns the layers matched by `target_modules` or `target_parameters`."""
+    # `target_modules` can't match parameters. In transformers 5, experts and routers are parameters.
     modules = {
         layer: name
         for layer, (name, _) in names.layers.items()
@@ -470,7 +461,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
     else:
         targets = [layer for layer in modules if config.targets(layer)]
     if config.ties_head and any(_is_head(x) or _is_embedding(x) for x in targets):
-        # PEFT then adapts both layers. Unless they differ, we have already left out the output layer.
+        # PEFT then adapts both layers. Unless they differ, the output layer is already left out.
         targets += [x for x in modules if _is_head(x) and x in file.adapters and x not in targets]
     named = config.option("target_parameters") or ()
     for layer in names.layers:
@@ -497,7 +488,7 @@ def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Seq
 def _read_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, names: _Names
 ) -> dict[str, Any]:
-    """Reads the weights and biases that have been adapted, keyed by their names in the model."""
+    """Reads the adapted weights and biases, keyed by their names in the model."""
     layers: dict[str, Layer] = {}
     biases: dict[str, str] = {}
     parameters = config.option("target_parameters") or ()
@@ -545,7 +536,7 @@ def _read_layers(
 def _read_stack(
     config: AdapterConfig, file: _File, name: str, leaf: Any, layout: Any, experts: _Found
 ) -> Any:
-    """Reads a stack of experts, each of which has its own adapter. `experts` maps layers to keys."""
+    """Reads a stack of experts, each with its own adapter. `experts` maps layers to keys."""
     method = config.method
     if method.read_stack is None:
         key = next(key for keys in experts.values() for key in keys.values())
@@ -563,7 +554,7 @@ def _read_stack(
 def _trained_in_full(
     config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]
 ) -> dict[str, str]:
-    """Returns the arrays that are trained directly, keyed by their names in the file."""
+    """Returns the arrays trained directly, keyed by their names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
@@ -587,9 +578,7 @@ def _trained_in_full(
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """Lists the arrays in a model. Each item is a tuple of the name in the file, the name in the model, and
-    the array.
-    """
+    """Lists a model's arrays, as tuples of the name in the file, the name in the model, and the array."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

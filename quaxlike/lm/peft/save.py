@@ -1,7 +1,7 @@
-"""`save_adapter`, which saves an adapter in the format used by PEFT.
+"""`save_adapter`, for saving an adapter in PEFT's format.
 
-We must raise an error for anything that this format can't represent. (If we didn't, then PEFT would still
-load the file, but compute different results.)
+Anything this format can't represent must raise an error. (Otherwise PEFT would still load the file, but
+compute different results.)
 """
 
 import json
@@ -49,10 +49,10 @@ def save_adapter(
     layout: Layouts = None,
     base: PyTree = None,
 ) -> None:
-    """Writes the adapter of a model in the format used by PEFT. The base model isn't included.
+    """Writes a model's adapter in PEFT's format. The base model isn't included.
 
-    If you overwrite an existing adapter, then `load_adapter` will always load either the old or the new
-    adapter, even if the process is killed part-way through.
+    When overwriting an adapter, `load_adapter` always loads either the old or the new one, even if the
+    process is killed part-way through.
 
     **Arguments:**
 
@@ -60,28 +60,26 @@ def save_adapter(
     - `model`: the output of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with any
         method in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
         separately.
-    - `base_model`: the name or path of the base model, which allows PEFT to load it automatically. Defaults
-        to none.
+    - `base_model`: the name or path of the base model, for PEFT to load it automatically. Defaults to none.
     - `rename`: a function or mapping from names in the model to names in the file, as for `load_adapter`.
         Defaults to transformers' names for the original checkpoint, e.g. `model.language_model.layers` for
-        the layers in a decoder that is part of Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names
-        come from the decoder's body, since PEFT will apply the adapter to `AutoModel`.
+        the layers in a decoder from Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names come from
+        the decoder's body: PEFT applies the adapter to `AutoModel`.
     - `adapter_name`: the name of the adapter. Unless this is `"default"`, the adapter is written to a
         subfolder with this name.
-    - `task_type`: the task type that PEFT should use, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or
-        `"FEATURE_EXTRACTION"`. For classification, the head is included in the file. Defaults to that of a
-        model which [`quaxlike.lm.load`][] or [`quaxlike.lm.models.with_classifier`][] returned, otherwise to
-        none.
+    - `task_type`: the task type in PEFT, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. For
+        classification, the file includes the head. Defaults to the model's, if this is from
+        [`quaxlike.lm.load`][] or [`quaxlike.lm.models.with_classifier`][], and otherwise to none.
     - `layout`: as for `load_adapter`.
-    - `base`: the model that the adapter will be applied to. You only need this if an initialisation has
-        modified the base, in which case the file also includes this modification, which doubles the rank. For
-        `"pissa"` and `"olora"`, this defaults to the base model prior to adaptation.
+    - `base`: the model to apply the adapter to. This is only needed if an initialisation has modified the
+        base. Then the file also includes this modification, doubling the rank. For `"pissa"` and `"olora"`,
+        this defaults to the base model before adaptation.
 
     **Raises:**
 
-    `ValueError` for anything that the format doesn't support. For example, this is the case for stacked
-    adapters, layers without an equivalent in PyTorch, layers that differ in more than rank and alpha, or
-    adapters from more than one method. The error message includes the name of the array.
+    `ValueError` for anything the format doesn't support, e.g. stacked adapters, layers without an equivalent
+    in PyTorch, layers differing in more than rank and alpha, or adapters from more than one method. The
+    message names the array.
 
     !!! example
 
@@ -95,9 +93,9 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    Note that since the base model isn't included, you must also save it if its weights were rounded by LoftQ,
-    or if its weights or scales were trained (`gradients="train"` or [`quaxlike.train_scales`][]). In this
-    case, pass `base=model`.
+    The base model isn't included, so you must also save it if its weights were rounded by LoftQ, or if its
+    weights or scales were trained (`gradients="train"` or [`quaxlike.train_scales`][]). In this case, pass
+    `base=model`.
     """
     task_type = _task_of(model) if task_type is None else task_type
     if base is not None:
@@ -166,7 +164,7 @@ def tensors_and_config(
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
 
 
-# PEFT trains these heads by default, so it expects to find them in the file.
+# PEFT trains these heads by default, so it expects them in the file.
 _HEADS = {
     "SEQ_CLS": HEADS,
     "TOKEN_CLS": HEADS,
@@ -179,10 +177,10 @@ _DEFAULTS = {
 
 
 def _with_written_head(model: PyTree, task_type: str | None) -> tuple[PyTree, bool]:
-    """Unties an output layer from the embedding if this is changed as a whole, as PEFT's files have that
-    change once for each of the two.
+    """Unties an output layer from the embedding if this is changed as a whole: PEFT's files have this change
+    once for each.
 
-    Also returns whether PEFT can tie them again, which it does by the name of the embedding.
+    Also returns whether PEFT can tie them again (by the embedding's name).
     """
     config = getattr(model, "config", None)
     if not hasattr(model, "with_separate_head") or getattr(config, "headless", False):
@@ -215,7 +213,7 @@ def _rewritten(model: PyTree) -> PyTree:
 
 
 def _method_of(arrays: Mapping[str, Any]) -> Method:
-    """Returns the method that all adapters in a model have in common."""
+    """Returns the method shared by all adapters in a model."""
     beside = (LoraBias, TrainableArray, TrainableRows, ScaledBias)
     found: dict[str, str] = {}
     for name, leaf in arrays.items():
@@ -244,9 +242,9 @@ def _layers(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
     paths: Mapping[str, str], with_embeddings: bool,
 ) -> dict[str, Written]:  # fmt: skip
-    """Returns the layers that a method has adapted, keyed by their names in the file.
+    """Returns the layers adapted by a method, keyed by their names in the file.
 
-    `with_embeddings` says whether the file will hold the embeddings and output layers as well.
+    `with_embeddings` says whether the file also holds the embeddings and output layers.
     """
     layers: dict[str, Written] = {}
     for new, x in names.items():
@@ -299,9 +297,9 @@ def _check_held(
 
 
 def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
-    """Finds an embedding with trained rows, for which PEFT would also train the rows of a tied output layer.
+    """Finds an embedding with trained rows, if PEFT also trains the rows of a tied output layer.
 
-    This is an issue if the output layer of our model has been untied and its rows aren't trained.
+    This is an issue if our model's output layer has been untied, unless other rows of it are trained.
     """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
@@ -364,7 +362,7 @@ def _adapted_by_weight(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
     adapters: Mapping[str, Written], family: Family | None,
 ) -> list[str]:  # fmt: skip
-    """Returns the layers whose weights PEFT adapts as parameters."""
+    """Returns the layers with weights adapted as parameters by PEFT."""
     if "parameter" not in method.kinds:
         return []
     every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
@@ -382,9 +380,7 @@ def _adapted_by_weight(
 
 
 def _check_parameter(layer: Written) -> None:
-    """Raises an error if the weight of a layer is treated as a parameter, and PEFT doesn't support this for
-    its adapter.
-    """
+    """Raises an error if PEFT can't apply a layer's adapter to its weight as a parameter."""
     for what, is_there in {
         "DoRA": getattr(layer.array, "magnitude", None) is not None,
         "lora_bias": isinstance(layer.bias, LoraBias),
@@ -397,7 +393,7 @@ def _check_parameter(layer: Written) -> None:
 
 
 def _check_kind(method: Method, layer: Written) -> None:
-    """Raises an error for any arrays that this method can't store in its files."""
+    """Raises an error if this method's files can't store a layer."""
     x, kind = layer.array, layer.kind
     is_stack = x.shape != x.w.shape or layer.layout.batch_shape(x.shape)
     if is_stack and method.read_stack is None:  # all other methods check for stacks themselves
@@ -413,8 +409,7 @@ def _check_kind(method: Method, layer: Written) -> None:
 
 
 def _without_head(model: PyTree, published: str) -> Rename:
-    """Returns a function that maps array names in a decoder to names in its body. This is None for any other
-    model.
+    """Returns a function from array names in a decoder to names in its body, or None for other models.
 
     `published` is the name of the body inside a larger model.
     """
@@ -428,7 +423,7 @@ def _without_head(model: PyTree, published: str) -> Rename:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """Returns the layout of a layer. If it isn't known then we use the layout of its adapter."""
+    """Returns the layout of a layer, or its adapter's if unknown."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # attention heads, or the window of a convolution
@@ -441,7 +436,7 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
 def _embeddings(
     arrays: Sequence[tuple[str, str, Any]], layouts: Mapping[str, Layout | None], method: Method
 ) -> dict[str, Any]:
-    """Returns the entries for resized embeddings and output layers, in the same form as PEFT saves them."""
+    """Returns the entries for resized embeddings and output layers, as PEFT saves them."""
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
@@ -456,7 +451,7 @@ def _embeddings(
 
 
 def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that are trained directly, keyed by name."""
+    """Returns the arrays trained directly, keyed by name."""
     own_biases: set[str] = set()
     trained: dict[str, Any] = {}
     for new, leaf in names.items():
@@ -486,9 +481,9 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
 
 
 def _by_pattern(what: str, values: dict[str, Any], method: Method) -> tuple[Any, dict[str, Any]]:
-    """Returns the most common value, together with a dict from name patterns to all the other values."""
+    """Returns the most common value, and a dict from name patterns to all other values."""
     counts = Counter(values.values())
-    # If several are equally common then pick the smallest one, so that the result is deterministic.
+    # If several are equally common, pick the smallest, so the result is deterministic.
     common = max(counts, key=lambda value: (counts[value], -value))
     out: dict[str, Any] = {}
     for layer, value in values.items():
@@ -508,19 +503,17 @@ def _by_pattern(what: str, values: dict[str, Any], method: Method) -> tuple[Any,
 
 
 def _last(target: str) -> str:
-    """Returns the last component of a layer's name, which in `….gate.weight` is `gate.weight`."""
+    """Returns the last component of a layer's name. For `….gate.weight`, this is `gate.weight`."""
     return ".".join(target.split(".")[-2 if target.endswith(".weight") else -1 :])
 
 
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str] | None:
-    """Returns the last component in the name of each adapted layer. If these are ambiguous then we use full
-    names instead.
-    """
+    """Returns the last component of each adapted layer's name, or full names if these are ambiguous."""
     if not adapters:
         return None
-    # Some other part of the model might use the same last components.
+    # Another part of the model may use the same last components.
     if any(IN_TOWER.match(new) for new in names):
         return sorted(adapters)
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
@@ -536,9 +529,9 @@ def _targets(
 def _trained_config(
     method: Method, names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the configuration entries for arrays that are trained directly."""
+    """Returns the configuration entries for arrays trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not is_bias(new)}
-    # PEFT saves a module with all that is inside it, so we must only list the outermost ones.
+    # PEFT saves a module with everything inside it, so only list the outermost ones.
     outer = {module for module in modules if not _is_inside(module, modules)}
     for new, leaf in names.items():
         if _is_inside(new, outer) and new not in trained and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -564,9 +557,7 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
-    """Adds the prefix used by PEFT to any ambiguous module names. (PEFT matches every module that ends with
-    an entry.)
-    """
+    """Adds PEFT's prefix to any ambiguous module names. (PEFT matches every module ending with an entry.)"""
     parts = [name.split(".")[:-1] for name in names]
     every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
 
@@ -577,9 +568,9 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
-    """Rewrites the adapters so that applying them to `base` results in the same weights."""
+    """Rewrites the adapters to give the same weights when applied to `base`."""
     if "lm_head.weight" in named_arrays(model) and hasattr(base, "with_separate_head"):
-        base = base.with_separate_head()  # the adapter might be on an output layer that is tied in the base
+        base = base.with_separate_head()  # the adapter may be on an output layer tied in the base
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

@@ -1,14 +1,14 @@
 """The names and layouts of arrays in PEFT files, for layers from any framework.
 
 In PyTorch, a linear layer's weight is `(out, in)`, and a convolution kernel is `(out, in, *window)`. Both are
-called `weight`, so we assume that any array with this name already has this layout. Biases are
+called `weight`, so we assume any array with this name to have this layout already. Biases are
 one-dimensional.
 
 `target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or matrices
-in recurrent cells. If several of a module's parameters are adapted, then PEFT nests their wrappers so that
-the first is innermost, which means that all but the last are found under the `base_layer` of the next. Router
-weights are parameters of a separate module, so they are named like this too. (In transformers 4, each
-expert's matrices were layers with their own adapters.)
+in recurrent cells. If several of a module's parameters are adapted, then PEFT nests their wrappers. The first
+is innermost, so all but the last are under the `base_layer` of the next. Router weights are parameters of a
+separate module, so they are named like this too. (In transformers 4, each expert's matrices were layers with
+their own adapters.)
 """
 
 import math
@@ -25,8 +25,7 @@ from ...surgery.trees import layer_of
 from ...surgery.weight_axes import is_norm
 
 _WRAPPED = ".base_layer"
-# The first parameter in each module. We need to know this because a dict of arrays might be in a different
-# order.
+# The first parameter in each module. (A dict of arrays may be in another order.)
 _FIRST = ("gate_up_proj", "weight_ih")
 
 _FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
@@ -34,7 +33,7 @@ _OF_NORMS = {"scale": "weight", "offset": "bias"}
 
 
 def file_name(name: str) -> str:
-    """Returns the name of the equivalent array in PyTorch, e.g. `dense.weight` for `dense.kernel`."""
+    """Returns the array's name in PyTorch, e.g. `dense.weight` for `dense.kernel`."""
     above, _, field = name.rpartition(".")
     fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
     return f"{above}.{fields[field]}" if above and field in fields else name
@@ -57,7 +56,7 @@ class Stored(NamedTuple):
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
     """Determines how an array is stored, based on the layouts in the model.
 
-    Raises `ValueError` for arrays that don't have an equivalent in PyTorch.
+    Raises `ValueError` for arrays without an equivalent in PyTorch.
     """
     shape, field = tuple(shape), name.rpartition(".")[2]
     n, whole = len(shape), list(range(len(shape)))
@@ -98,9 +97,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Returns whether a matrix (or a stack of matrices) is a bare parameter, rather than the weight of a
-    layer.
-    """
+    """Returns whether a matrix (or a stack of matrices) is a bare parameter, rather than a layer's weight."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -108,8 +105,8 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """Returns the biases that the option `bias` selects, i.e. all biases, the ones in the adapted `layers`
-    (`"lora_only"` for LoRA), or none.
+    """Returns the biases selected by the option `bias`: all, none, or the ones in the adapted `layers`
+    (`"lora_only"` for LoRA).
     """
     if mode in (None, "none"):
         return []
@@ -122,12 +119,12 @@ def is_bias(name: str) -> bool:
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
-    """Returns whether an array is one of the parameters that the adapter targets."""
+    """Returns whether an array is one of the adapter's target parameters."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps each adapted parameter's name to the name of the module that PEFT wraps it in."""
+    """Maps each adapted parameter's name to the name of its wrapper in PEFT."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -141,7 +138,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
 def renamed_parameters(
     adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """Renames the adapters in a file so that they have the names of the parameters they adapt."""
+    """Renames the adapters in a file, using the names of their parameters."""
     wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -150,10 +147,10 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """Returns the layers that correspond to stacks of experts, if each of their experts has its own adapter.
+    """Returns the layers in each stack of experts, if the experts have separate adapters.
 
-    `stacks` maps names in the file to names in the model, and `tensors_of` maps names in the model to the
-    tensors in the published checkpoint.
+    `stacks` maps names in the file to names in the model, and `tensors_of` maps these to tensors in the
+    published checkpoint.
     """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}

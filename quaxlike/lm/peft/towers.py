@@ -1,4 +1,4 @@
-"""Support for loading just the decoder part of an adapter that was trained on a multimodal model."""
+"""Support for loading just the decoder's part of an adapter for a multimodal model."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,24 +9,20 @@ from ..families import BESIDE_TEXT, IN_TOWER
 
 
 class Tower(NamedTuple):
-    """The prefixes that a file uses for the body and the head of a decoder."""
+    """A file's prefixes for the body and the head of a decoder."""
 
     body: str
     head: str
 
     def name_in_file(self, name: str) -> str:
-        """Converts a name in an adapter file for just the decoder to the corresponding name for a multimodal
-        model.
-        """
+        """Converts a name for just the decoder to the corresponding name for a multimodal model."""
         if name.startswith("lm_head"):
             return self.head + name
         return self.body + name.removeprefix("model.")
 
 
 def tower_in(file: Any) -> Tower | None:
-    """Finds the prefixes for the decoder in an adapter file. Returns None if the file is just for a
-    decoder.
-    """
+    """Finds an adapter file's prefixes for the decoder. Returns None if the file is just for a decoder."""
     names = [name for held in _all_of(file) for name in held]
     heads = (name.partition("lm_head")[0] for name in names if "language_model.lm_head" in name)
     head = next(heads, "")
@@ -38,10 +34,9 @@ def tower_in(file: Any) -> Tower | None:
 
 
 def leave_out_other_parts(file: Any) -> None:
-    """Removes any adapters for other parts of a multimodal model. If there were any then this issues a
-    warning.
+    """Removes any adapters for other parts of a multimodal model, with a warning if there are any.
 
-    **Raises:** `CheckpointError` if this doesn't leave any adapters.
+    **Raises:** `CheckpointError` if this leaves no adapters.
     """
     left_out: dict[str, str] = {}  # name -> part
     count = 0
@@ -65,7 +60,7 @@ def leave_out_other_parts(file: Any) -> None:
 
 
 def _all_of(file: Any) -> Iterator[dict[str, Any]]:
-    """Yields the contents of the file as dicts, which are keyed by layer or array names."""
+    """Yields the file's contents as dicts, keyed by layer or array names."""
     yield file.adapters
     yield from (own for _, own in file.beside)
     yield file.trained
