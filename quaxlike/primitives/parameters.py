@@ -1,6 +1,6 @@
 """The parameters of a defined primitive, as JAX sees them and as its function and rules see them.
 
-JAX keys its caches by `==`. But 1, 1.0 and True are equal: if only the values were bound, then whichever came
+JAX keys its caches by `==`. But 1, 1.0 and True are equal: if only the values were bound, whichever came
 first would determine the program for all of them. So where it matters their types are bound as well, as a
 parameter `param_types`.
 """
