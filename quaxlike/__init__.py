@@ -16,7 +16,7 @@ from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, reg
 from .core.values import ArrayValue, Value, is_value, materialise
 from .core.values import on_new_type as _on_new_type
 
-# The American spellings, which refer to the same objects.
+# The American spellings of the same objects.
 materialize, on_materialize = materialise, on_materialise
 MaterializationError, MaterializationWarning = MaterialisationError, MaterialisationWarning
 
@@ -149,8 +149,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "custom_dce",
 ]
 
-# Types, plus operations on whole models. Importing these lazily means that if you only define types of your
-# own, then you don't pay for anything beyond the core.
+# Types, plus operations on whole models. Import these lazily, so that defining types of your own loads
+# nothing beyond the core.
 _NAMES = {
     "arrays.adapted": ("AdaptedArray",),
     "arrays.annotated": ("AnnotatedArray",),
@@ -211,7 +211,7 @@ OlderPaths(
 
 
 def _follow_plain_arrays(cls: type) -> None:
-    """Loads the placeholder types for plain arrays, but only if a newly-defined type requires them."""
+    """Loads the placeholder types for plain arrays if a newly-defined type requires them."""
     if _takes_no_like(cls):
         from .arrays.unitful import placeholders as placeholders
 

@@ -13,7 +13,7 @@ class _Command(NamedTuple):
     first: tuple[str, ...] = ()  # passed before any arguments from the user
 
 
-#: We only import the module of the command that is being run, because importing JAX takes seconds.
+#: Import only the module of the command being run: importing JAX takes seconds.
 COMMANDS = {
     "finetune": _Command("quaxlike.lm.finetune.__main__", "trains an adapter of a checkpoint"),
     "generate": _Command("quaxlike.lm.generate.__main__", "continues texts with a checkpoint"),
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit status. If there is no such command then this is 2."""
+    """Runs a command and returns its exit status: 2 if there is no such command."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: quaxlike COMMAND …\n")

@@ -1,4 +1,4 @@
-"""Helpers for command lines, used by several of our commands."""
+"""Helpers for the command lines of several commands."""
 
 import argparse
 import contextlib
@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 from ._checked import did_you_mean
 
-#: The packages that are installed by the extras `lm` and `demo`.
+#: The packages installed by the extras `lm` and `demo`.
 _EXTRA = ("jinja2", "matplotlib", "optax", "rich", "sklearn", "tokenizers")
 
-#: The help text for an option that several commands have in common.
+#: The help text of an option shared by several commands.
 COMPILATION_CACHE = (
     "a folder to keep compiled programs in for later runs, or off (default: in your cache, or where "
     "JAX_COMPILATION_CACHE_DIR says)"
@@ -21,14 +21,14 @@ COMPILATION_CACHE = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors on a single line and suggests similarly spelt options."""
+    """An argument parser reporting errors on a single line and suggesting similarly spelt options."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options.", file=sys.stderr)
         sys.exit(2)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Check for unknown options ourselves, as argparse would report a misspelt option as missing.
+        # argparse would report a misspelt option as missing, so check for unknown options ourselves.
         given = sys.argv[1:] if args is None else list(args)
         for argument in itertools.takewhile(lambda x: x != "--", given):
             name = argument.partition("=")[0]
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     kind: type[int] | type[float], least: float | int, most: float | int = float("inf")
 ) -> Callable[[str], Any]:
-    """Returns an argparse `type` that parses a number and rejects anything outside the given range."""
+    """Returns an argparse `type` parsing a number and rejecting anything outside the given range."""
     what = "a whole number" if kind is int else "a number"
     limits = f"of at least {least}" if most == float("inf") else f"from {least} to {most}"
 
@@ -60,7 +60,7 @@ def number(
 
 @contextlib.contextmanager
 def importing_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
-    """A context manager that exits with advice on how to install `extra`, if a package from it is missing."""
+    """A context manager exiting with advice on how to install `extra` if a package from it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# XLA's CPU backend copies an array whose memory isn't aligned to this many bytes.
+# XLA's CPU backend copies arrays not aligned to this many bytes.
 _ALIGNMENT = 64
 
 
 def as_array(x: Any) -> jax.Array:
-    """Converts `x` to a JAX array. Use this as the converter for a field of a public type.
+    """Converts `x` to a JAX array. Use this as the converter of a public type's field.
 
     **Raises:** `TypeError` if `x` cannot be converted.
     """
@@ -26,9 +26,9 @@ def as_array(x: Any) -> jax.Array:
 def from_numpy(array: np.ndarray) -> jax.Array:
     """Copies a NumPy array to the default device.
 
-    Since JAX 0.10, `jnp.asarray` compiles a program for each shape. For most of the tensors in a checkpoint
-    this takes longer than reading them. We can avoid it by using `jax.device_put`, except that on a CPU its
-    result shares memory with an aligned array. So we make an aligned copy and pass this instead.
+    Since JAX 0.10, `jnp.asarray` compiles a program for each shape. For most tensors in a checkpoint this
+    takes longer than reading them. `jax.device_put` avoids it, but on a CPU its result shares memory with an
+    aligned array. So pass it an aligned copy.
     """
     room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT

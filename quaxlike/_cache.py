@@ -1,7 +1,7 @@
 """The user's cache folder.
 
-Later runs execute code from this folder. If anyone else could write to it, then they could run arbitrary code
-as this user. For this reason we refuse to use the folder unless the user is the only one with write access.
+Later runs execute code from this folder: anyone else with write access could run arbitrary code as this user.
+So we refuse to use the folder unless only the user has write access.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ def _folder() -> Path | None:
         return Path(given) / "quaxlike"
     try:
         home = Path.home()
-    except RuntimeError:  # the system doesn't know of any home directory for this user
+    except RuntimeError:  # the system knows no home directory for this user
         return None
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "quaxlike"
 
@@ -32,7 +32,7 @@ NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that o
 
 
 def why_not_own(*paths: Path) -> str | None:
-    """Explains why other users might be able to write to one of `paths`. Returns None if they can't."""
+    """Explains why other users may be able to write to one of `paths`. Returns None if they can't."""
     if not hasattr(os, "getuid"):  # Windows, where the cache folder is private to each user
         return None
     for path in paths:
@@ -49,18 +49,16 @@ def why_not_own(*paths: Path) -> str | None:
 def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     """Turns on JAX's persistent compilation cache for a command and reports where it is.
 
-    This must be called before JAX compiles anything. The user's own JAX settings
-    (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) take precedence, except over an explicit
-    `where`.
+    Call this before JAX compiles anything. The user's own JAX settings (`JAX_COMPILATION_CACHE_DIR`,
+    `JAX_ENABLE_COMPILATION_CACHE`) take precedence, except over an explicit `where`.
 
-    Note that each kind of processor gets a separate folder. This is because compiled programs use the
-    instruction set of the processor but JAX's cache key doesn't include it, which would be a problem if
-    several machines share a home directory.
+    Each kind of processor gets a separate folder: compiled programs use the processor's instruction set, but
+    JAX's cache key doesn't include it. This matters if several machines share a home directory.
 
     **Arguments:**
 
-    - `where`: a folder, or `"off"`. Default: a subfolder of the user's cache folder. If we can't use this for
-        some reason, then we report that reason rather than raising an error.
+    - `where`: a folder, or `"off"`. Default: a subfolder of the user's cache folder. If this can't be used,
+        then the reason is reported rather than raised.
 
     **Raises:** `OSError` if `where` cannot be used.
     """
@@ -89,13 +87,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # By default JAX only caches slow compilations. However we do many fast ones, which add up to seconds.
+        # By default JAX only caches slow compilations, but our many fast ones add up to seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tell(f"Compiled programs are kept for later runs in {folder}")
 
 
 def _processor() -> str:
-    """Returns an identifier for this kind of processor, which includes its instruction set."""
+    """Returns an identifier for this kind of processor, including its instruction set."""
     parts = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}

@@ -1,8 +1,8 @@
-"""Better error messages if a public function is called with invalid arguments.
+"""Better error messages for public functions called with invalid arguments.
 
-We derive these messages from the function's annotations. To avoid slowing down either tracing or successful
-calls, arguments are only checked once a call has already failed. (If quaxlike itself raised the error then we
-pass it on unchanged, because it will be more specific than anything we could derive from an annotation.)
+The messages are derived from the function's annotations. To avoid slowing down tracing and successful calls,
+arguments are only checked once a call has failed. (Errors raised by quaxlike itself are passed on unchanged:
+they are more specific than anything derived from an annotation.)
 """
 
 import difflib
@@ -41,15 +41,14 @@ def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]: ...
 @overload
 def checked(*, options: Sequence[str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
-    """Wraps a function, so that its errors name the argument that doesn't match its annotation.
+    """Wraps a function, so its errors name the argument not matching its annotation.
 
-    There is no overhead if the call succeeds. Errors that quaxlike itself has raised are passed on unchanged.
+    There is no overhead if the call succeeds. Errors raised by quaxlike itself are passed on unchanged.
 
     **Arguments:**
 
-    - `options`: the names of arguments that should be checked before the call. Use this if the call wouldn't
-        fail for an invalid value (for example, `"no"` is truthy), or would only fail much later on. See
-        `check_option`.
+    - `options`: the names of arguments to check before the call. Use this if the call wouldn't fail for an
+        invalid value (for example, `"no"` is truthy), or would only fail much later. See `check_option`.
     """
     if fn is None:
         return functools.partial(checked, options=options)
@@ -73,7 +72,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
 def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kwargs: Any) -> None:
     try:
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except TypeError:  # don't handle arguments that don't match the signature, as the call itself will raise
+    except TypeError:  # arguments don't match the signature: the call itself will raise
         return
     hints = typing.get_type_hints(fn)
     for option in options:
@@ -82,10 +81,10 @@ def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kw
 
 
 def check_option(function: str, option: str, value: Any, hint: Any) -> None:
-    """Raises an error if the value of an option doesn't match its annotation.
+    """Raises an error if an option's value doesn't match its annotation.
 
-    We also check the range. Integers must be at least 1, and all other numbers must be finite and positive.
-    If the option is a mapping to numbers, then this applies to each of its values.
+    The range is also checked: integers must be at least 1, and all other numbers finite and positive. In a
+    mapping to numbers, this applies to each value.
     """
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     given: Any = value
@@ -131,7 +130,7 @@ def _is_ours(traceback: TracebackType | None) -> bool:
 
 
 def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Returns an error message for the first argument that doesn't match its annotation, or None."""
+    """Returns an error message for the first argument not matching its annotation, or None."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
         hints = typing.get_type_hints(fn)
@@ -154,7 +153,7 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
 
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
-    """Describes what an argument should have been, or returns None if it does match its annotation."""
+    """Describes what an argument should have been, or returns None if it matches its annotation."""
     from beartype.door import is_bearable  # slow to import
 
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
@@ -170,7 +169,7 @@ def _fits(test: Callable[[Any], Any], value: Any) -> bool:
         return test(value) is not False
     except (AttributeError, TypeError, ValueError):
         return False
-    except Exception:  # the annotation uses names that are only defined for type checkers
+    except Exception:  # the annotation uses names only defined for type checkers
         return True
 
 
@@ -180,7 +179,7 @@ def _is_key(x: Any) -> bool:
     )
 
 
-# Some parameters have an annotation that is wider than what the function actually accepts.
+# Some annotations are wider than what the function actually accepts.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
     **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),

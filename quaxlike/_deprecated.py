@@ -1,4 +1,4 @@
-"""Names and modules that have moved. The old names keep working for one more release, but emit a warning."""
+"""Moved names and modules. The old names keep working for one more release, but emit a warning."""
 
 import functools
 import importlib
@@ -12,10 +12,10 @@ from typing import Any
 _PACKAGE = __name__.partition(".")[0]
 _REMOVED_IN = "0.3"
 
-#: Maps the old locations of modules to their new locations. An entry also covers all of the submodules.
+#: Maps the old locations of modules to their new locations. An entry also covers all submodules.
 _MODULES = {
     "arrays.adapters": "adapters",
-    # Each of these used to contain several methods. We need to keep them importable because of old pickles.
+    # Each of these used to contain several methods. Keep them importable for old pickles.
     **dict.fromkeys(
         (f"arrays.adapters.{x}" for x in ("low_rank", "products", "rotated", "scaled")), "adapters"
     ),
@@ -43,7 +43,7 @@ _MODULES = {
     "models.loading": "lm.loading",
     "models.to_gguf": "lm.to_gguf",
 }
-#: Old packages that were split up. Any name that isn't listed here has moved to the module under "".
+#: Old packages, since split up. Any name not listed here has moved to the module under "".
 _PACKAGES = {
     "interop": {
         "": "lm",
@@ -98,7 +98,7 @@ class _Moved(importlib.abc.InspectLoader):
         warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
-        """Returns source code that runs the new command. Used by `python -m` with the old path."""
+        """Returns source code running the new command, for `python -m` with the old path."""
         old, new = (name.removesuffix(".__main__") for name in (fullname, self.new))
         command = new.rpartition(".")[2]
         said = f"`python -m {old}` is `{_PACKAGE} {command}` now, or `python -m {new}`."
@@ -110,7 +110,7 @@ class _Moved(importlib.abc.InspectLoader):
 
 
 class _OldPackage(importlib.abc.Loader):
-    """Creates a stand-in for an old package, whose names are now spread over several modules."""
+    """Creates a stand-in for an old package with names now spread over several modules."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -139,10 +139,10 @@ def moved_name(old: str, new: str) -> Any:
 
 
 def warn(old: str, new: str) -> None:
-    """Warns that an old name is deprecated, attributing this warning to a line of the user's code.
+    """Warns that an old name is deprecated, attributing this to a line of the user's code.
 
-    By default we would be blamed, or one of the libraries in between. So we look for the innermost frame that
-    isn't in quaxlike, the import system, or jaxtyping's annotation checks.
+    By default the blame falls on quaxlike, or on a library in between. So look for the innermost frame
+    outside quaxlike, the import system, and jaxtyping's annotation checks.
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):

@@ -1,11 +1,10 @@
 """Atomic file writes.
 
-A file only appears under its final name once it is complete. In particular this means that killing a process
-never leaves behind a corrupt checkpoint.
+A file only appears under its final name once it is complete. In particular, killing a process never leaves
+behind a corrupt checkpoint.
 
-To do this we first write to a temporary file in the same folder and then rename it. The process that is
-writing the file also holds a lock on it: if a temporary file isn't locked then it has been abandoned, so
-anyone can delete it.
+The data first goes to a temporary file in the same folder, which is then renamed. The writing process also
+holds a lock on it: an unlocked temporary file has been abandoned, so anyone can delete it.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context manager that adds the filename to errors without one, e.g. if the disk is full."""
+    """A context manager adding the filename to errors without one, e.g. if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -42,9 +41,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file for writing, which replaces `path` at the end of the block.
 
-    If an error is raised then we delete the temporary file and leave `path` as it was. If `path` already
-    exists then the new file has the same permissions, and if it's a symbolic link then we replace the target
-    of the link. Any temporary files that were left behind by killed processes are deleted as well.
+    After an error, the temporary file is deleted and `path` is left as it was. If `path` already exists then
+    the new file has the same permissions. If it's a symbolic link then the link's target is replaced. Any
+    temporary files left behind by killed processes are deleted as well.
     """
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -63,7 +62,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:
-    """Creates a temporary file alongside `target`, which stays locked until it is closed."""
+    """Creates a temporary file alongside `target`, locked until it is closed."""
 
     def create(name: str, flags: int) -> int:
         # Others could open the file in the meantime, so never grant more than the final permissions.
@@ -73,14 +72,14 @@ def _temporary(target: Path, mode: int | None) -> BinaryIO:
         name = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         file = open(name, "xb", opener=create)  # noqa: SIM115 (the caller closes it)
         lock(file)
-        if name.exists():  # if not, then another process deleted it just before we managed to lock it
+        if name.exists():  # if not, then another process deleted it just before we locked it
             return file
         file.close()
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes any temporary files that are no longer locked, i.e. whose process is gone."""
-    if fcntl is None:  # there is no way to tell which files are abandoned without locks
+    """Removes any unlocked temporary files, i.e. those left by processes now gone."""
+    if fcntl is None:  # without locks there is no way to tell which files are abandoned
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
@@ -92,8 +91,8 @@ def _remove_abandoned(folder: Path) -> None:
 def lock(file: Any) -> bool:
     """Locks an open file or folder until it is closed. Returns False if the lock is held by another process.
 
-    If locks aren't supported here (which depends on the operating system and the file system), then this
-    always returns True.
+    If locks aren't supported (depending on the operating system and the file system), this always returns
+    True.
     """
     if fcntl is None:
         return True

@@ -1,4 +1,4 @@
-"""Lazy imports, along with redirects for modules that have moved."""
+"""Lazy imports, along with redirects for moved modules."""
 
 import importlib
 import importlib.abc
@@ -13,14 +13,14 @@ def lazily(
     namespace: dict[str, Any],
     names: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Creates the `__getattr__` and `__dir__` functions for a package whose submodules are imported lazily.
+    """Creates the `__getattr__` and `__dir__` functions of a package with lazily imported submodules.
 
     **Arguments:**
 
     - `package`: the `__name__` of the package.
     - `modules`: the submodules to import on first use.
-    - `namespace`: the `globals()` of the package, in which we cache anything that has been imported.
-    - `names`: maps each submodule to the names that should also be available from the package.
+    - `namespace`: the package's `globals()`, which cache anything imported.
+    - `names`: maps each submodule to its names also available from the package.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}
@@ -41,7 +41,7 @@ def lazily(
 
 
 class OlderPaths(importlib.abc.MetaPathFinder):
-    """An import hook for modules that used to be at one of `paths`. See `_deprecated` for where they went."""
+    """An import hook for modules formerly at one of `paths`. See `_deprecated` for where they went."""
 
     def __init__(self, *paths: str) -> None:
         self._paths = paths

@@ -1,9 +1,9 @@
 """Matches regular expressions from untrusted files, in bounded time.
 
-We can't use Python's `re` for this, because it uses backtracking and therefore takes exponential time for
-patterns like `(.*)*!`. Instead, we track all alternatives at the same time (K. Thompson, "Regular expression
-search algorithm", 1968). Each part of a pattern is a function from a set of start positions to a set of end
-positions, and `re` only has to match individual characters.
+Python's `re` uses backtracking, which takes exponential time for patterns like `(.*)*!`. Instead, this tracks
+all alternatives at the same time (K. Thompson, "Regular expression search algorithm", 1968). Each part of a
+pattern is a function from a set of start positions to a set of end positions, and `re` only matches
+individual characters.
 """
 
 import functools
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_STEPS = 50_000  # number of (part, position) pairs; you need a few hundred for typical layer names
+_MOST_STEPS = 50_000  # number of (part, position) pairs; typical layer names need a few hundred
 _MOST_CHARACTERS = 10_000
 _TOKEN = re.compile(
     r"""(?P<open>\((?:\?(?:[:=!]|<[=!]|P<\w+>)|(?!\?)))
@@ -29,7 +29,7 @@ _Part = str | Callable[["_Text", _Positions], _Positions]
 
 
 class PatternError(ValueError):
-    """Raised if a regular expression is malformed, is too long, or would need too many steps to match."""
+    """Raised if a regular expression is malformed, too long, or needs too many steps to match."""
 
 
 class _Text(str):
@@ -55,7 +55,7 @@ def startmatch(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
-    """Returns whether a pattern matches the entire text, plus whether it at least matches at the start."""
+    """Returns whether a pattern matches the entire text, and whether it matches at the start."""
     try:
         ends = _run(compiled(pattern), _Text(text), {0})
     except RecursionError:
@@ -78,14 +78,14 @@ def compiled(pattern: str) -> _Part:
         raise PatternError(f"{pattern[at : at + 20]!r} is not supported in regular expressions here")
     try:
         part = _either(tokens[::-1])
-        re.compile(pattern)  # just checks the syntax, which is cheap because there are no flags
+        re.compile(pattern)  # only checks the syntax; cheap, for there are no flags
         return part
     except (re.error, OverflowError, RecursionError) as error:
         raise PatternError(f"not a regular expression: {error}") from None
 
 
 def _either(tokens: list[tuple[str | None, str]]) -> _Part:
-    """Parses alternatives up to the closing bracket. `tokens` is in reverse, so we can pop them."""
+    """Parses alternatives up to the closing bracket. `tokens` is in reverse, for popping."""
     branches: list[list[_Part]] = [[]]
     while tokens and tokens[-1][0] != "close":
         kind, token = tokens.pop()
@@ -116,7 +116,7 @@ def _either(tokens: list[tuple[str | None, str]]) -> _Part:
 
 
 def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
-    """Returns the set of positions at which a part can end, if it starts from any of `starts`."""
+    """Returns the positions at which a part can end, starting from any of `starts`."""
     text.steps += len(starts)
     if text.steps > _MOST_STEPS:
         raise PatternError(f"takes more than {_MOST_STEPS:,} steps on {text[:80]!r}")
@@ -126,7 +126,7 @@ def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
 
 
 def _at(pattern: re.Pattern[str], one: bool) -> _Part:
-    """Builds a part that matches a single character, or a zero-width position if `one` is False."""
+    """Builds a part matching a single character, or a zero-width position if `one` is False."""
     if one:
         return lambda text, starts: {i + 1 for i in starts if pattern.fullmatch(text, i, i + 1)}
     return lambda text, starts: {i for i in starts if pattern.match(text, i)}
@@ -137,7 +137,7 @@ def _assertion(part: _Part, token: str) -> _Part:
 
     def holds(text: _Text, starts: _Positions) -> _Positions:
         if "<" in token:
-            # A lookbehind succeeds if any match ends here. It doesn't matter where that match starts.
+            # A lookbehind succeeds if any match ends here, wherever it starts.
             found = _run(part, text, set(range(len(text) + 1))) & starts
         else:
             found = {i for i in starts if _run(part, text, {i})}
@@ -155,7 +155,7 @@ def _repeated(part: _Part, token: str) -> _Part:
     def repeated(text: _Text, starts: _Positions) -> _Positions:
         for _ in range(least):
             before, starts = starts, _run(part, text, starts)
-            if starts == before:  # we have reached a fixed point, so repeating this again wouldn't change it
+            if starts == before:  # a fixed point, so repeating this again wouldn't change it
                 break
         reached, new = set(starts), starts
         for _ in range(most - least):
@@ -169,7 +169,7 @@ def _repeated(part: _Part, token: str) -> _Part:
 
 
 def is_pattern(x: Any) -> bool:
-    """Returns whether `x` is a pattern that we support."""
+    """Returns whether `x` is a supported pattern."""
     try:
         return isinstance(x, str) and compiled(x) is not None
     except PatternError:
@@ -177,20 +177,20 @@ def is_pattern(x: Any) -> bool:
 
 
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Returns whether the name of a layer matches a key from `rank_pattern` or `alpha_pattern` in PEFT."""
+    """Returns whether a layer's name matches a key from PEFT's `rank_pattern` or `alpha_pattern`."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)
 
 
 def value_for(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """Returns the value for the first pattern that matches the name of a layer, or else `otherwise`."""
+    """Returns the value for the first pattern matching a layer's name, or else `otherwise`."""
     return next((value for pattern, value in patterns.items() if matches_layer(pattern, layer)), otherwise)
 
 
 def value_by_end(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """As `value_for`, in the way that PEFT's FourierFT and C³A match.
+    """As `value_for`, but matching like PEFT's FourierFT and C³A.
 
-    A pattern describes what follows after some dot in the name of a layer, or it is the whole name. There are
-    no brackets around it, so that the end of the name only belongs to the last alternative.
+    A pattern describes what follows some dot in a layer's name, or it is the whole name. It has no brackets,
+    so the end of the name only belongs to the last alternative.
     """
     found = next((p for p in patterns if startmatch(rf".*\.{p}$", layer)), layer)
     return patterns.get(found, otherwise)

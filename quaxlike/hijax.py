@@ -1,11 +1,10 @@
 """Values as hijax types, so that `jax.jit`, `jax.grad`, `jax.vmap` and loops treat them as a single operand.
 
-[`as_hitype`][quaxlike.hijax.as_hitype] converts a Value type to a JAX `HiType`. You can then pass instances
-of this to a plain `jax.jit`, without having to use `quaxify` anywhere: operators on them dispatch to the
-rules that the Value has.
+[`as_hitype`][quaxlike.hijax.as_hitype] converts a Value type to a JAX `HiType`. Pass its instances to a plain
+`jax.jit`, without `quaxify` anywhere: operators on them dispatch to the Value's rules.
 
-Note that this is experimental, as is hijax itself (<https://docs.jax.dev/en/latest/hijax_types.html>). It
-requires JAX 0.11.
+This is experimental, as is hijax itself (<https://docs.jax.dev/en/latest/hijax_types.html>), and requires JAX
+0.11.
 """
 
 import dataclasses
@@ -47,10 +46,10 @@ __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes(MappingSpec):
-    """An entry of `in_axes` or `out_axes` for `jax.vmap`, which specifies an axis for each leaf of a value.
+    """An entry of `in_axes` or `out_axes` for `jax.vmap`, giving an axis for each leaf of a value.
 
-    You can use None for leaves that aren't mapped over. Note that JAX can only infer the size of the axis
-    from arrays, so you must also pass `axis_size` to `jax.vmap`.
+    Use None for leaves not mapped over. JAX can only infer the axis size from arrays, so also pass
+    `axis_size` to `jax.vmap`.
 
     **Arguments:**
 
@@ -65,7 +64,7 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type shared by all Values that have a given pytree structure, or by their tangents."""
+    """The type shared by all Values with a given pytree structure, or by their tangents."""
 
     treedef: Any
     avals: tuple[Any, ...]  # one for each leaf
@@ -120,8 +119,8 @@ class ValueType(HiType):
     # Derivatives
 
     def to_tangent_aval(self) -> Any:
-        # A Value can be its own tangent if it forms a vector space and all of its leaves are differentiable.
-        # For any others we need a separate type.
+        # A Value can be its own tangent if it forms a vector space and all its leaves are differentiable. Any
+        # others need a separate type.
         is_space = self.value_class.linear and all(map(has_tangent, self.avals))
         return self if is_space else dataclasses.replace(self, is_tangent=True)
 
@@ -162,8 +161,8 @@ class ValueType(HiType):
 class HiTangent:
     """The tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
 
-    Here `value` has the same structure as the original Value, except that any non-differentiable leaf (e.g.
-    integer codes) is None. This is the same convention as in `equinox.filter_grad`.
+    Here `value` has the same structure as the original Value, with None for any non-differentiable leaf (e.g.
+    integer codes). This is the convention of `equinox.filter_grad`.
     """
 
     def __init__(self, value: Any, of: ValueType) -> None:
@@ -174,16 +173,16 @@ class HiTangent:
 
 
 class HiValue:
-    """Base class for the hijax types that are created by [`as_hitype`][quaxlike.hijax.as_hitype].
+    """Base class for the hijax types created by [`as_hitype`][quaxlike.hijax.as_hitype].
 
-    You can get the underlying Value from the attribute `value`. (Inside a transform its leaves will be
-    tracers.) Operators, `shape`, `dtype` and `ndim` are all as for the Value. If an operator returns a Value
-    then this is wrapped as a hijax type again.
+    The attribute `value` is the underlying Value. (Inside a transform its leaves are tracers.) Operators,
+    `shape`, `dtype` and `ndim` are as for the Value. Values returned by operators are wrapped as hijax types
+    again.
     """
 
     value: Any
     value_class: type[Value]
-    # NumPy would otherwise convert us row by row, as we have a length and items.
+    # NumPy would otherwise convert this row by row: it has a length and items.
     __array_priority__ = 100
 
     def __new__(cls, value: Value) -> Any:
@@ -192,7 +191,7 @@ class HiValue:
         leaves, treedef = jtu.tree_flatten(value)
         if not any(isinstance(x, Tracer) for x in leaves):
             return _instance(cls, value)
-        # Inside a transform we must return a tracer rather than an actual instance.
+        # Inside a transform this must be a tracer rather than an actual instance.
         return Wrap(ValueType(treedef, tuple(jax.typeof(x) for x in leaves)))(*leaves)
 
     def __repr__(self) -> str:
@@ -221,8 +220,7 @@ class HiValue:
         return self.value.ndim
 
 
-# Without these, Python would look for rows until there's an `IndexError`, and JAX doesn't raise one. They are
-# also used for tracers.
+# Otherwise Python would look for rows until an `IndexError`, which JAX doesn't raise. Also used for tracers.
 
 
 def _len(x: Any) -> int:
@@ -250,7 +248,7 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """Creates a hijax type from a Value type. This can be one of ours, or one that you have written.
+    """Creates a hijax type from a Value type, either built-in or your own.
 
     **Arguments:**
 
@@ -258,8 +256,8 @@ def as_hitype(cls: Any) -> type[HiValue]:
 
     **Returns:**
 
-    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. To create an instance, call it on a Value.  The result
-    is cached, so you get the same class if you call this function again.
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. To create an instance, call it on a Value. The result
+    is cached: calling this function again returns the same class.
 
     !!! example
 
@@ -293,8 +291,8 @@ def _is_hi(x: Any) -> bool:
 def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
     """As [`quaxlike.quaxify`][], but for hijax types.
 
-    That is, `fn` is called with the underlying Values. If it returns any Values then these are wrapped as
-    hijax types again.
+    That is, `fn` is called with the underlying Values, and any Values it returns are wrapped as hijax types
+    again.
     """
 
     @functools.wraps(fn)
@@ -324,7 +322,7 @@ def _install_operators() -> None:
         forward = quaxify(plain)
         reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
         setattr(HiValue, f"__{name}__", forward)
-        # JAX finds the operators of a tracer as attributes of its type, which start with an underscore.
+        # JAX finds a tracer's operators as attributes of its type, with a leading underscore.
         setattr(ValueType, f"_{name}", staticmethod(forward))
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(HiValue, f"__r{name}__", reverse)
@@ -352,7 +350,7 @@ ValueType.value = aval_property(_value)  # pyright: ignore[reportAttributeAccess
 
 
 class _Leafwise(HiPrim):
-    """Base class for the two linear primitives, which convert between a hijax value and its leaves."""
+    """Base class for the linear primitives converting between a hijax value and its leaves."""
 
     def __init__(self, kind: ValueType) -> None:
         self.kind = kind

@@ -1,9 +1,8 @@
-"""Array types in the ImplicitArray style, which consist of fields, `materialize()`, and handlers for
-primitives.
+"""Array types in the ImplicitArray style: with fields, `materialize()`, and handlers for primitives.
 
 This is just a thin layer over the core. An `ImplicitArray` is a [`quaxlike.ArrayValue`][], `implicit` is
-[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], which means that you can freely mix types of
-both styles. The interface follows eformer's `jaximus` and qax.
+[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so you can freely mix types of both styles.
+The interface follows eformer's `jaximus` and qax.
 """
 
 from .array import ImplicitArray, OrginArray, OriginArray, UninitializedAval, aux_field, materialize_nested

@@ -1,8 +1,8 @@
-"""`ImplicitArray`, whose shape and dtype can be specified, computed, or inferred from `materialize()`.
+"""`ImplicitArray`, with a shape and dtype specified, computed, or inferred from `materialize()`.
 
 Users write `materialize` and handlers for a single array, so these must never be called with a stack of
-arrays (as created by `jax.vmap` or a scan), which has an extra batch axis. If a shape was specified then it
-always refers to a single item. We use this to detect stacks and then map over them.
+arrays (as created by `jax.vmap` or a scan), which has an extra batch axis. A specified shape always refers to
+a single item. This makes it possible to detect stacks and map over them.
 """
 
 import abc
@@ -39,7 +39,7 @@ from .trees import fields
 
 
 class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
-    """The common base class of `jax.Array` and every `ImplicitArray`, for use in `isinstance` checks."""
+    """The common base class of `jax.Array` and every `ImplicitArray`, for `isinstance` checks."""
 
 
 OriginArray.register(jax.Array)
@@ -47,11 +47,11 @@ OrginArray = OriginArray  # this is how eformer spells it
 
 
 class UninitializedAval(Exception):
-    """Raised if the shape or dtype of an ImplicitArray wasn't specified and can't be inferred either."""
+    """Raised if an ImplicitArray's shape or dtype is neither specified nor inferable."""
 
 
 def aux_field(**kwargs: Any) -> Any:
-    """Declares a static field, whose value must be hashable.
+    """Declares a static field. Its value must be hashable.
 
     **Arguments:** as for `equinox.field`.
     """
@@ -62,9 +62,7 @@ def aux_field(**kwargs: Any) -> Any:
 
 
 class _ImplicitMeta(type(ArrayValue)):
-    """A metaclass that makes every constructor accept `shape=` and `dtype=` in addition to the fields. Both
-    are checked against `materialize`.
-    """
+    """A metaclass adding `shape=` and `dtype=` to constructors. Both are checked against `materialize`."""
 
     default_shape: Any
     default_dtype: Any
@@ -103,27 +101,25 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     """Base class for new kinds of arrays, in the ImplicitArray style.
 
     Subclasses should define fields and `materialize()`. They are Equinox modules, so they don't need an
-    `@dataclass` decorator. The shape and dtype are determined by the first of the following that applies.
+    `@dataclass` decorator. The shape and dtype are determined by the first of these to apply:
 
-    - the arguments `shape=` and `dtype=` of the constructor, or fields with these names;
+    - the constructor's arguments `shape=` and `dtype=`, or fields with these names;
     - `compute_shape()` and `compute_dtype()`. By default these return the class attributes `default_shape`
         and `default_dtype`;
     - `materialize()`, which is traced but not run.
 
-    A warning is raised if the result of `materialize()` has a different shape or dtype.
+    A warning is raised if `materialize()` returns a different shape or dtype.
 
     If the leaves are stacked, e.g. under `jax.vmap` or in a scan, then a specified shape refers to a single
     item. In this case a stack is materialised item by item, and handlers are only called for single items. If
-    no shape was specified then we have no way of detecting this, and `materialize()` is called with the
-    stacked fields.
+    no shape was specified then this can't be detected, and `materialize()` is called with the stacked fields.
 
-    The following can be passed as class keyword arguments. They are inherited by subclasses.
+    These can be passed as class keyword arguments, and are inherited by subclasses:
 
     - `commute_ops`: whether to try the handlers of a commutative primitive (`add`, `mul`, `max`, ...) with
         swapped operands as well. Default: True.
-    - `warn_on_materialize`: whether to warn (once per call site) about primitives that don't have a handler.
-        Default: True. You can silence these warnings for all types by setting the environment variable
-        `WARN_ON_MATTER=0`.
+    - `warn_on_materialize`: whether to warn (once per call site) about primitives without a handler. Default:
+        True. To silence these warnings for all types, set the environment variable `WARN_ON_MATTER=0`.
 
     !!! example
 
@@ -173,7 +169,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """Returns the array that this represents. It's fine to return another ImplicitArray."""
+        """Returns the array represented by this. It may be another ImplicitArray."""
 
     def compute_shape(self) -> Sequence[int] | None:
         """Computes the shape from the fields. Return None to infer it from `materialize` instead."""
@@ -199,31 +195,31 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """Changes the dtype. The result of `materialize()` will then be cast to this dtype.
+        """Changes the dtype. The result of `materialize()` is then cast to this dtype.
 
         If an earlier dtype has fewer numbers then it is cast to that one first. Handlers don't know about
-        this, so such an array is materialised instead.
+        this, so the array is materialised instead.
         """
         return replace_fields(self, _declared=self._declared.cast(dtype))
 
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            # Some handlers that were written for eformer do this.
+            # Some handlers written for eformer do this.
             if name == "dtype" and "_is_lent" in vars(self):
                 object.__setattr__(self, "_declared", self._declared.with_dtype(value))
             else:
                 super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
-        """Returns whether we can use handlers for this. (They are written for a single array rather than for
-        a stack, and they don't know about earlier casts.)
+        """Returns whether handlers can be used for this. (They are written for a single array rather than a
+        stack, and don't know about earlier casts.)
         """
         return not is_stack(self) and not self._declared.casts
 
     def leading_axis(self) -> Any:
         if not is_stack(self):
-            return NotImplemented  # `materialize` might mix the rows of an array, so we can't slice it
+            return NotImplemented  # `materialize` may mix the rows of an array, so it can't be sliced
         stacking = _stacking(self)
         return leading_axes(
             (part, n == max(stacking)) for part, n in zip(fields(self)[0], stacking, strict=True)
@@ -253,7 +249,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
                 note("with operands swapped")
                 return out
         implicit = [x for x in values if isinstance(x, ImplicitArray)]
-        # Look this up on instances, so that it can be a static method or an ordinary one as well.
+        # Look this up on instances: it may be a static method or an ordinary one as well.
         own = {type(x): x.default_handler for x in reversed(implicit) if _has_default_handler(type(x))}
         if len(own) > 1:
             names = ", ".join(kind.__name__ for kind in reversed(own))
@@ -272,11 +268,10 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called if no handler matches. By default, this materialises all of the operands.
+        """Called if no handler matches. By default, this materialises all operands.
 
-        Operands of other types are only materialised if they don't have a rule for arrays either. If you call
-        this explicitly from a handler, then we assume that you meant to materialise the operands and don't
-        raise a warning.
+        Operands of other types are only materialised if they don't have a rule for arrays either. Calling
+        this explicitly from a handler materialises the operands without a warning.
         """
         unhandled = _unhandled.get()
         is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
@@ -296,14 +291,14 @@ def _has_default_handler(cls: type) -> bool:
     return inspect.getattr_static(cls, "default_handler") is not inherited
 
 
-# Whilst a default handler is running, these are the operands for which no handler was found.
+# Whilst a default handler is running, the operands for which no handler was found.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
 
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """Copies any ImplicitArrays amongst the operands of a handler. Handlers that were written for eformer set
-    the dtypes of their operands, and copying makes it safe to allow this.
+    """Copies any ImplicitArrays amongst a handler's operands. Handlers written for eformer set the dtypes of
+    their operands, and copying makes this safe.
     """
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
@@ -319,7 +314,7 @@ def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, A
     return primitive.bind(*operands, **primitive.get_bind_params(params))
 
 
-# Stacks, i.e. arrays whose fields have more leading axes than were declared
+# Stacks, i.e. arrays with more leading axes in their fields than declared
 
 
 def _stacking(x: ImplicitArray) -> list[int]:
@@ -343,7 +338,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Maps `materialize` over the leading axes of a stack, because users write it for just a single array."""
+    """Maps `materialize`, written for just a single array, over the leading axes of a stack."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:
@@ -361,13 +356,12 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
-    """Materialises an ImplicitArray. Its fields can be ImplicitArrays too, in which case their handlers are
-    used.
+    """Materialises an ImplicitArray. If its fields are ImplicitArrays too, then their handlers are used.
 
     **Arguments:**
 
-    - `full`: whether to repeat this until the result is no longer an ImplicitArray. By default we only do
-        this once.
+    - `full`: whether to repeat this until the result is no longer an ImplicitArray. By default this is only
+        done once.
     """
     while is_value(x):
         x = _materialize_once(x)
@@ -384,7 +378,7 @@ def _materialize_once(x: Any) -> Any:
     return quaxify(lambda parts: method(structure.unflatten(parts)))(parts)
 
 
-# Handlers that match once the operands have been swapped
+# Handlers matching once the operands are swapped
 
 _COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
 
@@ -398,15 +392,15 @@ def _handlers_of_swapped(primitive: jexc.Primitive, values: Sequence[Any]) -> Se
     )
 
 
-# The shape and dtype of `materialize`, which we find without running it
+# The shape and dtype of `materialize`, found without running it
 
 
 def _field_shapes(x: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(part, "shape", ())) for part in fields(x)[0]]
 
 
-# The arrays for which we are tracing `materialize` to find its shape. We need to know this because
-# `materialize` might in turn ask for the shape, which would lead to infinite recursion.
+# The arrays for which `materialize` is being traced to find its shape. It may in turn ask for the shape,
+# which would lead to infinite recursion.
 _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_traced", default=frozenset())
 
 
@@ -422,7 +416,7 @@ def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
 
 
 def _leaf_type(leaf: Any) -> jax.ShapeDtypeStruct:
-    # A number has a weak type, so that a product with it has the dtype of the other factor.
+    # A number has a weak type, so a product with it has the dtype of the other factor.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         dtype, weak_type = leaf.dtype, bool(leaf.weak_type)
     else:
@@ -451,9 +445,9 @@ def _trace_materialize(treedef: Any, static_types: Any, avals: tuple[Any, ...], 
 
 
 def _compare_with_materialize(x: ImplicitArray) -> None:
-    """Warns if the shape or dtype that were specified or computed differ from what `materialize` returns."""
+    """Warns if the specified or computed shape or dtype differs from that of `materialize`."""
     if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
-        return  # some leaf is just a placeholder, e.g. because we're in the middle of a tree transformation
+        return  # some leaf is just a placeholder, e.g. in the middle of a tree transformation
     said = {"shape": x.shape, "dtype": x.dtype}  # this raises an error if they can't be determined
     try:
         made = _aval_of_materialize(x, "shape")

@@ -1,4 +1,4 @@
-"""The shape and dtype with which an ImplicitArray was created."""
+"""An ImplicitArray's declared shape and dtype."""
 
 import dataclasses
 import reprlib
@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A shape and dtype that were passed as `shape=` and `dtype=`.
+    """A shape and dtype passed as `shape=` and `dtype=`.
 
-    An array might have leading axes in common with all of its fields. We store how many of these there are,
-    but look up their sizes from the fields, so that the shape remains correct if the fields are sliced,
-    stacked or mapped over. (This also means that arrays which only differ in these sizes have the same pytree
-    structure.) If there are additional leading axes then this is a stack, and `materialize` is mapped over
-    its items.
+    An array may have leading axes in common with all of its fields. This stores how many of these there are,
+    but looks up their sizes from the fields, so the shape remains correct if the fields are sliced, stacked
+    or mapped over. (Arrays differing only in these sizes thus have the same pytree structure.) If there are
+    additional leading axes then this is a stack, and `materialize` is mapped over its items.
     """
 
     shape: tuple[int, ...] | None = None
@@ -37,7 +36,7 @@ class Declared:
         return dataclasses.replace(self, dtype=canonical_dtype(dtype), casts=())
 
     def cast(self, dtype: Any) -> "Declared":
-        """Returns the result of `astype`, which remembers the dtype that it was cast from."""
+        """Returns the result of `astype`, remembering the dtype it was cast from."""
         dtype = canonical_dtype(dtype)
         casts = self.casts if self.dtype is None else (*self.casts, self.dtype)
         while casts and _includes(casts[-1], dtype):
@@ -56,7 +55,7 @@ class Declared:
 
 
 def _includes(wide: Any, narrow: Any) -> bool:
-    """Returns whether a cast to `narrow` has the same result if we first cast to `wide`."""
+    """Returns whether a cast to `narrow` has the same result after a cast to `wide`."""
     if wide == narrow:
         return True
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
@@ -86,12 +85,12 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:
-    """Removes any fields called `shape` or `dtype` from the namespace of a new class.
+    """Removes any fields called `shape` or `dtype` from a new class's namespace.
 
-    These fields aren't necessary, because every ImplicitArray accepts a shape and dtype anyway. Their
-    defaults become `default_shape` and `default_dtype`.
+    These fields aren't necessary: every ImplicitArray accepts a shape and dtype anyway. Their defaults become
+    `default_shape` and `default_dtype`.
 
-    **Returns:** the names of all positional arguments, which still include `shape` and `dtype`.
+    **Returns:** the names of all positional arguments, still including `shape` and `dtype`.
     """
     base = next((base for base in bases if dataclasses.is_dataclass(base)), None)
     before = [] if base is None else getattr(base, "_order", [])
@@ -110,9 +109,7 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 def bind_fields(
     order: Sequence[str], args: Sequence[Any], shape: Any, dtype: Any
 ) -> tuple[list[Any], Any, Any]:
-    """Returns the positional arguments other than the shape and dtype, followed by the shape and then the
-    dtype.
-    """
+    """Returns the other positional arguments, followed by the shape and then the dtype."""
     given = dict(zip(order, args, strict=False))
     rest = [x for name, x in given.items() if name not in ("shape", "dtype")]
     return [*rest, *args[len(order) :]], given.get("shape", shape), given.get("dtype", dtype)

@@ -1,4 +1,4 @@
-"""Methods that classes written for eformer expect to inherit from their base class."""
+"""Methods expected from the base class by classes written for eformer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ import jax.tree_util as jtu
 
 
 class PostInit:
-    """A base class with an empty `__post_init__`, so that subclasses can call `super().__post_init__()`.
+    """A base class with an empty `__post_init__`, so subclasses can call `super().__post_init__()`.
 
-    We can't just put this on `ImplicitArray` itself, because then Equinox would warn about every subclass
-    that has an `__init__`.
+    This can't just go on `ImplicitArray` itself: Equinox would then warn about every subclass with an
+    `__init__`.
     """
 
     def __post_init__(self) -> None:
@@ -19,9 +19,7 @@ class PostInit:
 
 
 class AvalHook:
-    """Makes the method `aval` usable as a property as well, so that `x.aval.shape` is the same as
-    `x.aval().shape`.
-    """
+    """Makes the method `aval` usable as a property as well: `x.aval.shape` is `x.aval().shape`."""
 
     def __init__(self, hook: Callable[[Any], jax.core.ShapedArray]) -> None:
         self.hook = hook
@@ -46,9 +44,7 @@ class _Aval:
 
 
 class Flattening:
-    """The methods that are usually used to register a class as a pytree, for classes that are already
-    pytrees.
-    """
+    """The methods usually used to register a pytree, for classes that are already pytrees."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         paths, structure = jtu.tree_flatten_with_path(self, is_leaf=lambda x: x is not self)

@@ -30,8 +30,8 @@ class _Implicit:
     """Computes with ImplicitArrays, by dispatching each primitive to its handlers.
 
     `implicit(fn)` is equivalent to [`quaxlike.quaxify`][] and can also be used as a decorator. In this case
-    `fn` can use any JAX function. There is also `with implicit:`, but inside it you can only use the
-    operators and methods of ImplicitArrays, and the functions in `quaxlike.numpy`.
+    `fn` can use any JAX function. Inside `with implicit:`, you can only use the operators and methods of
+    ImplicitArrays, and the functions in `quaxlike.numpy`.
 
     !!! example
 
@@ -55,7 +55,7 @@ class _Implicit:
     def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
         return quaxify(fn)
 
-    # The operators of ImplicitArrays are already quaxified, so there isn't anything left to do for `with
+    # The operators of ImplicitArrays are already quaxified, so there is nothing left to do for `with
     # implicit:`.
 
     def __enter__(self) -> "_Implicit":
@@ -88,13 +88,13 @@ def register(
     - In a union with another type (`T | Any`), `Any` is interpreted as arrays.
     - A [`quaxlike.RuleWarning`][] is also raised if a handler can never match (because it accepts a parameter
         of the primitive by position), or if it replaces another handler for the same types.
-    - The handler might be passed the primitive as its first argument even without the corresponding
-        annotation. This happens if the first parameter is called `primitive` or `prim` and is either
-        annotated with `Any` or not annotated at all. It also happens if the first parameter has another name
-        and no annotation, and there is one more parameter than there are operands.
-    - If a parameter is annotated with a sequence (`Sequence[T | jax.Array]`), then it receives a list of all
-        remaining operands.
-    - A handler is allowed to set the `dtype` of any ImplicitArrays amongst its operands, as these are copies.
+    - The handler may be passed the primitive as its first argument even without the corresponding annotation.
+        This happens if the first parameter is called `primitive` or `prim` and annotated with `Any` or not at
+        all. It also happens if the first parameter has another name and no annotation, and there is one more
+        parameter than operands.
+    - A parameter annotated with a sequence (`Sequence[T | jax.Array]`) receives a list of all remaining
+        operands.
+    - A handler may set the `dtype` of any ImplicitArrays amongst its operands: these are copies.
     """
 
     primitives = as_primitives(primitive)
@@ -114,8 +114,8 @@ def register(
             warnings.warn_explicit(message, core_rules.RuleWarning, code.co_filename, code.co_firstlineno)
             return handler
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
-        # If the first parameter doesn't have an annotation then it could be either the primitive or an
-        # operand. So try both, and pick whichever matches the number of operands.
+        # Without an annotation, the first parameter could be either the primitive or an operand. So try both,
+        # and pick whichever matches the number of operands.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         readings: list[Callable[..., Any]] = []
         if is_primitive or (first and first not in hints and not variadic):
@@ -131,9 +131,7 @@ def register(
 
 
 def _closed(hint: Any) -> Any:
-    """Replaces `Any` with arrays if it is part of a union with another type, including if that union is
-    inside a sequence.
-    """
+    """Replaces `Any` with arrays in a union with another type, including inside a sequence."""
     if (element := _element(hint)) is not None:
         closed = _closed(element)
         return hint if closed is element else Sequence[closed]
@@ -144,10 +142,10 @@ def _closed(hint: Any) -> Any:
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """Annotates a handler, using `Any` for any annotations that are missing.
+    """Annotates a handler, using `Any` for any missing annotations.
 
-    If a parameter is a sequence of operands then it is converted to `*args`. Any parameters that
-    come after it become keyword-only.
+    If a parameter is a sequence of operands then it is converted to `*args`. Any parameters after it become
+    keyword-only.
     """
     signature = inspect.signature(handler)
     parameters = list(signature.parameters.values())
@@ -192,15 +190,15 @@ def _element(hint: Any) -> Any:
 
 @checked
 def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
-    """Applies a primitive to operands that are all plain arrays."""
+    """Applies a primitive to plain arrays."""
     return bind(primitive, args, params)
 
 
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """Materialises the operands of a primitive and then applies the primitive.
+    """Materialises a primitive's operands and then applies the primitive.
 
-    This works for ImplicitArrays, as well as for any other objects that have a `materialize` method.
+    This works for ImplicitArrays, and for any other objects with a `materialize` method.
     """
     arrays = [x if is_value(x) or not hasattr(x, "materialize") else x.materialize() for x in vals]
     return bind(primitive, map_values(materialise, arrays), params or {})

@@ -20,16 +20,14 @@ from .array import ImplicitArray, bind
 
 @checked
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function into a straight-through estimator, i.e. it is differentiated as if it were the
-    identity.
+    """Turns a function into a straight-through estimator, differentiated as if it were the identity.
 
-    This is useful for training through a quantiser, or any other function whose derivative is zero or
-    undefined. Gradients are passed unchanged to the first argument, and don't reach any of the other
-    arguments.
+    This is useful for training through a quantiser, or any other function with a zero or undefined
+    derivative. Gradients are passed unchanged to the first argument, and don't reach any other arguments.
 
     **Arguments:**
 
-    - `fn`: a function, whose first argument is an array or a pytree of arrays. It can have any other
+    - `fn`: a function with an array or a pytree of arrays as its first argument. It can have any other
         arguments, and should return arrays or Values with the same shapes as its first argument.
 
     **Returns:**
@@ -92,7 +90,7 @@ def _through(y: Any, x: Any) -> Any:
         x = jnp.asarray(materialise(x))
         return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
-        # In this case `x` isn't being differentiated. But `fn` might have closed over something that is.
+        # Here `x` isn't being differentiated. But `fn` may have closed over something that is.
         return jax.lax.stop_gradient(y)
     return _graft(y, jnp.asarray(materialise(x)))
 
@@ -105,8 +103,7 @@ def _graft(y: Any, x: Any) -> Any:
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (y, x), (dy, dx) = primals, tangents
-    # Call `_graft` again rather than returning `y`, so that higher-order derivatives are those of `x` as
-    # well.
+    # Call `_graft` again rather than returning `y`, so higher-order derivatives are those of `x`, too.
     return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 
@@ -118,14 +115,14 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     """
 
     value: Any
-    array: Any  # we only use the derivative of this
+    array: Any  # only its derivative is used
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "value"), name)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # `value` might not be a Value, as it could have been materialised by a loop.
+        # `value` may not be a Value: a loop may have materialised it.
         return type(self.value) if is_value(self.value) else StraightThrough
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -135,7 +132,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
         return jax.typeof(self.value).dtype
 
     def astype(self, dtype: Any) -> Any:
-        # Cast both, because the Value's handlers are called with `value`.
+        # Cast both: the Value's handlers are called with `value`.
         if isinstance(self.value, ImplicitArray):
             value = self.value.astype(dtype)
         else:
@@ -184,8 +181,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             ]
 
         outs = results_of(values)
-        # There isn't a way for a Value to carry the tangent of an array, so use an array of zeros for this
-        # instead.
+        # A Value can't carry the tangent of an array, so use an array of zeros for this instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = with_missing_tangent(carriers, arrays, values)
         results = [

@@ -1,4 +1,4 @@
-"""Versions of the `jax.tree` functions that treat Values as leaves, and some functions for nested Values."""
+"""Versions of the `jax.tree` functions treating Values as leaves, and some functions for nested Values."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
 
     **Arguments:**
 
-    - `base_fn`: a function that accepts an `is_leaf` argument.
+    - `base_fn`: a function with an `is_leaf` argument.
     - `is_leaf`: a predicate. Nodes for which it returns True are treated as leaves.
 
     **Returns:**
@@ -68,7 +68,7 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
 
 
 def _position_of_is_leaf(fn: Callable[..., Any]) -> int | None:
-    """Returns the position of a function's parameter `is_leaf`. This is None if it's keyword-only."""
+    """Returns the position of a function's parameter `is_leaf`, or None if it's keyword-only."""
     try:
         parameters = inspect.signature(fn).parameters
     except ValueError:  # e.g. a built-in function
@@ -96,7 +96,7 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
 
     **Returns:**
 
-    The leaves, together with a structure that can be passed to `jax.tree.unflatten`.
+    The leaves, together with a structure for `jax.tree.unflatten`.
     """
     nodes, around = tree_flatten_with_implicit(tree)
     flat = [fields(node) if is_value(node) else ([node], jtu.tree_structure(0)) for node in nodes]

@@ -1,8 +1,8 @@
 """Common subexpression elimination for recurrent steps.
 
-Importantly, we only merge two equations if they compute both the same values *and* the same derivatives, and
-if they don't have any effects. This means that learners find the same relations regardless of whether the
-user wrote an expression once or twice.
+Importantly, two equations are only merged if they compute both the same values *and* the same derivatives,
+and have no effects. This means learners find the same relations regardless of whether the user wrote an
+expression once or twice.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -36,8 +36,8 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
     """
     jaxpr = compat.open_jaxpr(closed)
     consts = getattr(closed, "consts", ())
-    # To compare derivatives we have to trace them. So first check whether any of the values are equal, as
-    # otherwise there is nothing to merge anyway.
+    # Comparing derivatives requires tracing them. So first check for equal values: without any, there is
+    # nothing to merge.
     numbers = _Numbers(derivatives=False).of_equations(jaxpr, consts)
     if len({n for n in numbers if n is not None}) < len(jaxpr.eqns):
         numbers = _Numbers(derivatives=True).of_equations(jaxpr, consts)
@@ -64,9 +64,7 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Returns the variable that a value originally comes from, by following equations that only name or place
-    it.
-    """
+    """Returns a value's original variable, following equations that only name or place it."""
     for eqn in reversed(eqns):
         if eqn.primitive.name in _PASS_ON:
             var = next((a for a, out in zip(eqn.invars, eqn.outvars, strict=False) if out is var), var)
@@ -74,7 +72,7 @@ def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
 
 
 class _Numbers:
-    """Performs value numbering, which assigns the same number to values that are computed in the same way."""
+    """Performs value numbering: values computed in the same way are assigned the same number."""
 
     def __init__(self, derivatives: bool) -> None:
         self._derivatives = derivatives
@@ -84,7 +82,7 @@ class _Numbers:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_equations(self, jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
-        """Returns each equation's number, which is None for identities."""
+        """Returns each equation's number, or None for identities."""
         return self._run(jaxpr, consts)[0]
 
     def _run(
@@ -124,7 +122,7 @@ class _Numbers:
         return numbers, tuple(map(read, jaxpr.outvars))
 
     def _of_equation(self, eqn: JaxprEqn) -> Hashable:
-        """Returns a hashable key for the function that an equation applies to its operands."""
+        """Returns a hashable key for the function an equation applies to its operands."""
         if compat.has_effects(eqn):
             return _Same(eqn)
         name, params = as_call(eqn.primitive, eqn.params)
@@ -144,7 +142,7 @@ class _Numbers:
             return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 
         jaxpr = jax.make_jaxpr(push)(primals, [primals[i] for i in moving])
-        # Ignore any derivatives inside this one, as learners never differentiate twice.
+        # Learners never differentiate twice, so ignore any derivatives inside this one.
         return self._of_value(jaxpr)
 
     def _of_value(self, jaxpr: Any) -> Hashable:
@@ -176,7 +174,7 @@ class _Numbers:
 
 
 class _Same:
-    """Wraps an object so that it is hashed and compared by identity."""
+    """Wraps an object to hash and compare it by identity."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -189,8 +187,8 @@ class _Same:
 
 
 def _of_array(x: Any) -> Hashable:
-    """Returns a hashable key for an array. We compare arrays by value, unless the values aren't known on this
-    host, in which case we have to fall back to comparing them by identity.
+    """Returns a hashable key for an array. Arrays are compared by value, or by identity if the values aren't
+    known on this host.
     """
     is_here = not isinstance(x, jax.Array) or (not isinstance(x, Tracer) and x.is_fully_addressable)
     dtype = jnp.result_type(x) if is_here else None

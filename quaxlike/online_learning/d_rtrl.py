@@ -1,4 +1,4 @@
-"""D-RTRL, i.e. real-time recurrent learning in which the Jacobian of the state is assumed to be diagonal."""
+"""D-RTRL, i.e. real-time recurrent learning with the state's Jacobian assumed to be diagonal."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from .step import Step
 
 
 class DRTRL(Learner):
-    """The D-RTRL algorithm. This keeps a trace for each weight and for each example in the batch.
+    """The D-RTRL algorithm. This keeps a trace for each weight and each example in the batch.
 
     Let D = ∂hᵗ/∂hᵗ⁻¹ be the elementwise derivative of the state with all weight outputs held fixed, and let x
-    be the input to a weight. Then the trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is given by
-    Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; in particular recurrence
-    through weights is neglected. Note that the memory usage is O(batch · in · out). If this is too much, then
-    consider using [`PPProp`][quaxlike.online_learning.PPProp] instead.
+    be the input to a weight. Then the trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ
+    ∘ εᵗ. This is exact if the state only depends on its past elementwise; in particular recurrence through
+    weights is neglected. The memory usage is O(batch · in · out). If this is too much, then consider
+    [`PPProp`][quaxlike.online_learning.PPProp] instead.
 
     !!! example
 
@@ -46,13 +46,13 @@ class DRTRL(Learner):
     **Arguments:**
 
     - `step`: a function `step(model, state, *inputs) -> (state, output)`, where the state is a pytree of
-        arrays. If anything in the model or the inputs is neither trained nor an array (for example, a Python
-        number), then it is passed on as it is.
+        arrays. Anything in the model or the inputs that is neither trained nor an array (for example, a
+        Python number) is passed on as it is.
     - `trainable`: a filter spec for the trainable part of the model, as for `equinox.partition`.
-    - `untraced`: what to do about parameters that affect the state without having a trace. (These only
-        receive the gradient from within a step.) One of `"warn"`, `"allow"` or `"error"`.
-    - `mixing`: what to do about steps that mix different positions of the state. One of `"error"`, `"warn"`
-        or `"allow"`.
+    - `untraced`: what to do about parameters affecting the state without a trace. (These only receive the
+        gradient from within a step.) One of `"warn"`, `"allow"` or `"error"`.
+    - `mixing`: what to do about steps mixing different positions of the state. One of `"error"`, `"warn"` or
+        `"allow"`.
 
     **Raises:** `ValueError` for any other `untraced` or `mixing`.
 
@@ -129,7 +129,7 @@ def _dtype_of(trace: dict[str, Any]) -> Any:
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """Returns how many batch axes a trace has."""
+    """Returns a trace's number of batch axes."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 

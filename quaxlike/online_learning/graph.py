@@ -1,7 +1,7 @@
 """The ops and state groups in a recurrent step, and the relations between them.
 
-Learners keep one trace for each `Relation`. Whenever a trained weight affects the state, we must either
-capture this as a relation or report it to the user, as otherwise we would silently drop its gradient.
+Learners keep one trace for each `Relation`. Any effect of a trained weight on the state must either be
+captured as a relation or be reported to the user. Otherwise its gradient would be silently dropped.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
 from .primitive import RULES, ETPPrimitive
 
-# The parameter that holds the jaxpr of each call that is inlined.
+# The parameter holding the jaxpr of each inlined call.
 INLINED = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
@@ -30,7 +30,7 @@ INLINED = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """An equation that involves trainable weights."""
+    """An equation with trainable weights."""
 
     index: int
     """The position of this equation in the step."""
@@ -56,13 +56,11 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns a rule of the primitive, to which this equation's parameters have already been applied."""
+        """Returns a rule of the primitive, with this equation's parameters already applied."""
         return self.plain_rule(slot, **self.primitive.plain_params(self.eqn.params))
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
-        """Returns a rule of the primitive. If this rule raises an error then the error message will mention
-        the rule.
-        """
+        """Returns a rule of the primitive. Its error messages mention the rule."""
         rule = self.primitive.slot(slot).rule
 
         def call(*args: Any) -> Any:
@@ -74,7 +72,7 @@ class Op:
         return call
 
     def run(self, slot: str, *args: Any, like: Any) -> Any:
-        """Calls a rule and checks that its output has the same form as `like` (an array or a dict)."""
+        """Calls a rule and checks its output against the shapes of `like` (an array or a dict)."""
         result = self.rule(slot)(*args)
         if _form(result) != _form(like):
             raise self.wrong_result(slot, _form(like), result)
@@ -100,8 +98,8 @@ class Op:
         return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
 
     def bind_with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
-        """Binds the primitive with its weights held fixed in y. There are no traces for its other results, so
-        they are still differentiated.
+        """Binds the primitive with its weights held fixed in y. Its other results have no traces, so they are
+        still differentiated.
         """
         fixed = bind(self.eqn, self.with_fixed_weights(operands))
         if len(fixed) == 1:
@@ -117,7 +115,7 @@ class Op:
 
 
 def _form(x: Any) -> str:
-    """Describes a rule's output. This is used in error messages."""
+    """Describes a rule's output, for error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -127,9 +125,7 @@ def _form(x: Any) -> str:
 
 
 def widest(*dtypes: Any) -> Any:
-    """Returns the dtype to which these dtypes are promoted. Unlike NumPy, we also allow combining float16
-    with bfloat16.
-    """
+    """Returns the promoted dtype. Unlike NumPy, this can combine float16 with bfloat16."""
 
     def wider(a: Any, b: Any) -> Any:
         try:
@@ -142,7 +138,7 @@ def widest(*dtypes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A group of states that have the same shape and that depend on each other elementwise."""
+    """A group of states with the same shape, depending on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
@@ -160,9 +156,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relation:
-    """Indicates that the output y of `op` affects the states in `group`, and that it does so without going
-    through another op.
-    """
+    """Indicates that the output y of `op` affects the states in `group` without going through another op."""
 
     op: int
     group: int
@@ -179,7 +173,7 @@ def with_items(values: Sequence[Any], indices: Sequence[int], new: Iterable[Any]
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """Binds an equation's primitive. If `written` is passed then we use its source location instead."""
+    """Binds an equation's primitive. If `written` is passed then its source location is used instead."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -188,8 +182,8 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None
 def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
     """Evaluates a jaxpr, inlining all calls.
 
-    If JAX has cached a jaxpr then its equations don't have a source location in the user's code. In this case
-    we use the call's source location, so that error messages can still refer to a line.
+    The equations of a jaxpr cached by JAX don't have a source location in the user's code. These get the
+    call's location, so error messages can still refer to a line.
     """
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
@@ -213,7 +207,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
 
 
 def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Replaces all jaxprs within an equation by versions that are forward-differentiable."""
+    """Replaces all jaxprs within an equation by forward-differentiable versions."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
 
@@ -240,8 +234,8 @@ def _has_custom_vjp(jaxpr: Any) -> bool:
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
     """Makes a `jax.custom_vjp` function forward-differentiable.
 
-    JAX doesn't allow this by itself. However the backward pass is linear, so we can obtain the forward
-    derivative by transposing it.
+    JAX doesn't allow this by itself. However the backward pass is linear, so transposing it gives the forward
+    derivative.
     """
 
     @jax.custom_jvp
@@ -278,9 +272,7 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises an error if there are ops inside a loop or a derivative, because otherwise we would drop their
-    gradient.
-    """
+    """Raises an error for ops inside a loop or a derivative: their gradient would be dropped."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The base class for learners, which compute the gradients of a recurrent network one step at a time."""
+"""The base class for learners, computing a recurrent network's gradients one step at a time."""
 
 import abc
 import warnings
@@ -20,21 +20,18 @@ _OnFinding = Literal["warn", "allow", "error"]
 
 
 class UntracedParameterWarning(UserWarning):
-    """The warning that is issued if a parameter affects the state without having a trace."""
+    """Issued if a parameter affects the state without a trace."""
 
 
 class MixingWarning(UserWarning):
-    """The warning that is issued if a step mixes different positions in the state. (Learners assume that
-    these are independent.)
-    """
+    """Issued if a step mixes different positions in the state, assumed by learners to be independent."""
 
 
 class Learned(NamedTuple):
-    """What `Learner.value_and_grad` returns.
+    """The result of `Learner.value_and_grad`.
 
     - `loss`: the loss for this step.
-    - `grads`: the loss gradient. It has the same structure as the model, with None for leaves that
-        aren't trained.
+    - `grads`: the loss gradient. It has the same structure as the model, with None for untrained leaves.
     - `state`: the next state.
     - `traces`: the next traces.
     - `output`: the step's output.
@@ -48,14 +45,14 @@ class Learned(NamedTuple):
 
 
 class Learner(abc.ABC):
-    """Base class for algorithms that train a recurrent network forwards in time.
+    """Base class for algorithms training a recurrent network forwards in time.
 
     Backpropagation through time must store the whole history and then traverse it in reverse. In contrast a
-    learner carries *traces*, which are derivatives of the state with respect to the weights, and returns a
-    gradient for the loss at each individual step. This means that memory usage is independent of the sequence
-    length, and that you can update the weights after every step.
+    learner carries *traces*, i.e. derivatives of the state with respect to the weights, and returns a
+    gradient for the loss at each individual step. This means memory usage is independent of the sequence
+    length, and you can update the weights after every step.
 
-    Traces are kept for weights that are used through ETP primitives, such as
+    Traces are kept for weights used through ETP primitives, such as
     [`matmul`][quaxlike.online_learning.matmul]. All other parameters only receive the gradient from within
     each step.
     """
@@ -78,9 +75,9 @@ class Learner(abc.ABC):
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
         """Initialises the traces prior to the first step.
 
-        **Arguments:** as for the step. We only use their shapes and dtypes.
+        **Arguments:** as for the step. Only their shapes and dtypes are used.
 
-        **Returns:** the traces, which are all zero.
+        **Returns:** the traces, all zero.
 
         **Raises:** `ValueError` if this learner doesn't support the step. The error message gives the reason.
         """
@@ -96,22 +93,22 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Runs a single step and differentiates its loss. You should typically call this inside `jax.jit`.
+        """Runs a single step and differentiates its loss. This is typically called inside `jax.jit`.
 
         To get the gradient for a whole sequence, just sum the gradients from each step. Note that the step is
-        evaluated several times. The compiler merges any duplicate computations, but side effects such as
-        printing will happen more than once.
+        evaluated several times: the compiler merges any duplicate computations, but side effects such as
+        printing happen more than once.
 
         **Arguments:**
 
-        - `loss`: a function `loss(output, *targets)` that returns a scalar.
+        - `loss`: a function `loss(output, *targets)` returning a scalar.
         - `model`, `state`, `inputs`: as for the step.
         - `traces`: the output from `init`, or the traces from the previous step.
         - `targets`: a tuple of additional arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
 
-        **Raises:** `TypeError` if `targets` isn't a tuple or another sequence, or if the traces are those of
+        **Raises:** `TypeError` if `targets` isn't a tuple or another sequence, or if the traces are from
         another learner or have other shapes.
         """
         if isinstance(targets, str) or not isinstance(targets, Sequence):
@@ -266,8 +263,8 @@ class Linearised:
         """Returns the elementwise derivative ∂h/∂y for a relation. It has shape `(*states, S)` and the same
         dtype as y.
 
-        If y is complex then these are cotangents. That is, they are the derivative with respect to the real
-        part, minus i times the derivative with respect to the imaginary part.
+        If y is complex then these are cotangents, i.e. the derivative with respect to the real part, minus i
+        times the derivative with respect to the imaginary part.
         """
         group, y = self.step.groups[relation.group], self.step.ops[relation.op].y_var.aval
         columns = self._columns(group, op=(relation.op, False))
@@ -298,15 +295,13 @@ def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
 
 
 def _of_dtype(x: Array, dtype: Any) -> Array:
-    """Casts a weight's cotangent to the dtype of the weight."""
+    """Casts a weight's cotangent to the weight's dtype."""
     is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
     return (x.real if is_real else x).astype(dtype)
 
 
 def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:
-    """Converts cotangents, which JAX conjugates, to derivatives with respect to the real and
-    imaginary parts.
-    """
+    """Converts JAX's conjugated cotangents to derivatives with respect to the real and imaginary parts."""
     return {i: jnp.conj(x) if jnp.iscomplexobj(x) else x for i, x in by_state.items()}
 
 

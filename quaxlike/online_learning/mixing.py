@@ -1,10 +1,10 @@
 """Checks that a linear jaxpr acts on each position independently.
 
-Learners assume that the Jacobian of the next state is diagonal, both with respect to the last state and with
-respect to each y. If this isn't the case then they return incorrect gradients. To check this assumption, we
-track positions through the jaxpr. That is, for each variable and each argument, we keep track of which
-(single) position in the argument each element of the variable depends on. If an element would depend on
-several positions, then we report the equation in question as mixing them.
+Learners assume that the Jacobian of the next state is diagonal, with respect to both the last state and each
+y. Otherwise they return incorrect gradients. To check this assumption, this module tracks positions through
+the jaxpr. For each variable and each argument, it tracks the (single) position in the argument on which each
+element of the variable depends. If an element depends on several positions, its equation is reported as
+mixing them.
 """
 
 import math
@@ -21,7 +21,7 @@ from .graph import INLINED
 
 
 class Digit(NamedTuple):
-    """An axis of a variable (or a factor of one) that corresponds to an axis in the argument.
+    """An axis of a variable (or a factor of one) corresponding to an axis in the argument.
 
     The position along this axis is `argument index // stride % size`, plus `start`.
     """
@@ -60,7 +60,7 @@ def own_place(shape: Sequence[int], lead: int = 0) -> Place:
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 
-# These are elementwise in each of the operands that can have a tangent.
+# Elementwise in each operand that can have a tangent.
 _ELEMENTWISE = frozenset(
     """add add_any sub mul div neg select_n convert_element_type reduce_precision real imag complex conj copy
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
@@ -86,8 +86,7 @@ class Positions:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """Returns the places for the outputs, given the places for the arguments. This might raise
-        `Mixed`."""
+        """Returns the places for the outputs, given those for the arguments. May raise `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -101,9 +100,7 @@ class Positions:
         return [{} if isinstance(a, Literal) else env.get(a, {}) for a in opened.outvars]
 
     def mixed(self, eqn: JaxprEqn, argument: int, *places: Place) -> Mixed:
-        """Creates the error for an equation. If the positions were moved by an earlier equation then we blame
-        that one instead.
-        """
+        """Creates the error for an equation, or for an earlier equation if that moved the positions."""
         return Mixed(
             next((self._moves[argument, p] for p in places if (argument, p) in self._moves), eqn), argument
         )
@@ -155,7 +152,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """Computes the places for a loop's carry, by iterating until we reach a fixed point."""
+        """Computes the places for a loop's carry, iterating to a fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:
@@ -179,8 +176,8 @@ class Positions:
 
 
 # -------------------------------------------------------------------------------------------------
-# Primitives that move positions. Each rule returns the places of the outputs. This is None for any output
-# whose elements each depend on several positions.
+# Primitives moving positions. Each rule returns the places of the outputs, or None for any output with
+# elements depending on several positions.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +208,7 @@ def _reshape(eqn: Any, place: Place) -> Place | None:
     """Splits each axis into factors and then merges these factors into the new axes."""
     if eqn.params.get("dimensions") is not None:
         return None
-    factors: list[Any] = []  # each item is a digit, or the size of an axis that the argument doesn't have
+    factors: list[Any] = []  # each item is a digit, or the size of an axis not in the argument
     for digits, size in zip(place, eqn.invars[0].aval.shape, strict=True):
         factors += [size] if digits is None else digits
     out: list[Any] = []
@@ -257,9 +254,7 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
-    """Slices the digits of an axis to `low:high`, which might be out of bounds. Returns `...` if this isn't
-    possible.
-    """
+    """Slices an axis's digits to `low:high`, possibly out of bounds. Returns `...` if this isn't possible."""
     if digits is None or (low, high) == (0, size):
         return digits
     if len(digits) != 1:
@@ -332,9 +327,7 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _dynamic_slice(eqn: Any, place: Place) -> Place | None:
-    """The start index isn't known here, so this is only supported if the slice spans every axis in the
-    argument.
-    """
+    """The start index isn't known here, so the slice must span every axis in the argument."""
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
     return None if any(place[i] is not None for i in cut) else place

@@ -1,4 +1,4 @@
-"""The built-in ETP primitives, along with functions that wrap them."""
+"""The built-in ETP primitives, along with functions wrapping them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises an error unless the operands have compatible shapes. An operand that is None has shape `()`."""
+    """Raises an error unless the operands have compatible shapes. An operand of None has shape `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]
@@ -32,14 +32,14 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
 
 
 def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcasts a weight whose elements are shared by several outputs. Each output decays at its own rate,
-    so the traces need an element for each of them.
+    """Broadcasts a weight with elements shared by several outputs. Each output decays at its own rate, so it
+    needs its own element in the traces.
     """
     return x if np.shape(x) == shape else jnp.broadcast_to(x, shape)
 
 
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
-    """Wraps a function so that it also accepts Values outside `quaxify`."""
+    """Wraps a function to also accept Values outside `quaxify`."""
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
@@ -51,7 +51,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
-    """Creates a batching rule. If only x is batched then this binds the primitive's batched version."""
+    """Creates a batching rule binding the primitive's batched version if only x is batched."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -66,9 +66,7 @@ def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
 def _product(
     name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
 ) -> tuple[ETPPrimitive, ETPPrimitive]:
-    """Creates the two primitives for a product. In the first one x has shape `(batch..., in)`, and in the
-    second one `(in,)`.
-    """
+    """Creates the primitives for a product, with x of shape `(batch..., in)` and of shape `(in,)`."""
     options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
     of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
     of_one = register_primitive(f"etp_{name}mv", fn, **options)
@@ -78,7 +76,7 @@ def _product(
 
 
 def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """A `yw_to_w` rule for weights that have the same last axis as y."""
+    """A `yw_to_w` rule for weights with the same last axis as y."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
@@ -107,13 +105,13 @@ etp_mm_p, etp_mv_p = _product(
 @_takes_values
 @checked
 def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
-    """Computes `x @ w + bias`, where `w` and `bias` are trained online.
+    """Computes `x @ w + bias`, with `w` and `bias` trained online.
 
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `w`: array or Value of shape `(in, out)`.
-    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or broadcasting to it. Defaults to no bias.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -133,7 +131,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
 @register([etp_mm_p, etp_mv_p])
 def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
-    """Trains a LoRA adapter online, regardless of which type of weight it has been applied to."""
+    """Trains a LoRA adapter online, whatever the type of its base weight."""
     plain = w.magnitude is None and (w.key is None or w.dropout == 0)
     if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
         return NotImplemented
@@ -158,7 +156,7 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
     # Each element of y decays at its own rate, but `b` doesn't have the axis of y. So keep a trace for the
-    # product `b @ a` instead, from which we can compute the cotangents of both factors.
+    # product `b @ a` instead, which gives both factors' cotangents.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
     return {"product": jnp.zeros(shape, y_var.aval.dtype)}
@@ -187,14 +185,14 @@ etp_lora_mm_p, etp_lora_mv_p = _product(
 @_takes_values
 @checked
 def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
-    """Computes `scale * x @ b @ a`, where `b` and `a` are trained online.
+    """Computes `scale * x @ b @ a`, with `b` and `a` trained online.
 
     **Arguments:**
 
     - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
     - `b`: array of shape `(in, rank)`.
     - `a`: array of shape `(rank, out)`.
-    - `scale`: a static scaling factor, i.e. a number that isn't an array. Defaults to 1.
+    - `scale`: a static scaling factor, i.e. a number rather than an array. Defaults to 1.
 
     **Returns:** an array of shape `(..., out)`.
     """
@@ -221,8 +219,7 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """A weight's sparsity pattern. Patterns are hashable and are compared by value, so they can be
-    static.
+    """A weight's sparsity pattern. Patterns are hashable and compared by value, so they can be static.
 
     **Arguments:**
 
@@ -276,8 +273,8 @@ def _scale_entries(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) 
     return {"weight": trace["weight"] * g[..., pattern.columns]}
 
 
-# Here x is `(batch..., in)` or `(in,)`, and the entries of w are `(entries,)`. The indices of the entries are
-# in `pattern`.
+# Here x is `(batch..., in)` or `(in,)`, and the entries of w are `(entries,)`, with their indices in
+# `pattern`.
 etp_sp_mm_p, etp_sp_mv_p = _product(
     "sp_", _sparse_matmul,
     yw_to_w=_scale_entries,
@@ -289,7 +286,7 @@ etp_sp_mm_p, etp_sp_mv_p = _product(
 @_takes_values
 @checked
 def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
-    """Computes `x @ w` for a sparse matrix `w`, whose entries are trained online.
+    """Computes `x @ w` for a sparse matrix `w` with entries trained online.
 
     **Arguments:**
 
@@ -310,7 +307,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     return primitive(x, _broadcast(data, pattern.rows.shape), pattern=pattern)
 
 
-# y = w, for weights that are used elementwise: gains, leaks and diagonal recurrence ---------------
+# y = w, for weights used elementwise: gains, leaks and diagonal recurrence ------------------------
 
 etp_elemwise_p = register_primitive(
     "etp_elemwise",
@@ -330,10 +327,10 @@ etp_elemwise_p.register_etp_rules(
 @_takes_values
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
-    """Marks a weight that acts elementwise on the state, so that it is trained online.
+    """Marks a weight acting elementwise on the state, to train it online.
 
-    It's fine to apply a function (such as a sigmoid) to the parameter first, as this is differentiated as
-    usual. For example, `elementwise(jax.nn.sigmoid(log_decay)) * h`.
+    It's fine to apply a function (such as a sigmoid) to the parameter first: this is differentiated as usual.
+    For example, `elementwise(jax.nn.sigmoid(log_decay)) * h`.
 
     **Arguments:**
 
@@ -348,8 +345,8 @@ def elementwise(w: ArrayLike) -> jax.Array:
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
-    # This returns the same rows as `table[indices]`. However, that drops the gradient of an index that is out
-    # of bounds, whereas here it belongs to the row that was returned.
+    # This returns the same rows as `table[indices]`. But that drops the gradient of an out-of-bounds index,
+    # whereas here it belongs to the row returned.
     return table.at[indices].get(mode="clip")
 
 
@@ -360,7 +357,7 @@ def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) ->
 
 
 def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
-    # Unlike `jax.nn.one_hot`, this takes negative indices and those out of bounds as the lookup does.
+    # Unlike `jax.nn.one_hot`, this treats negative and out-of-bounds indices as the lookup does.
     table = weights["weight"]
     return _look_up(x, jnp.eye(table.shape[0], dtype=table.dtype))
 
@@ -379,15 +376,15 @@ etp_emb_p.register_etp_rules(
 @_takes_values
 @checked
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
-    """Computes `table[indices]`, where `table` is trained online.
+    """Computes `table[indices]`, with `table` trained online.
 
-    Note that with D-RTRL, the trace for each example is as large as the whole table. If this is too much then
-    use pp_prop, for which the traces are small.
+    With D-RTRL, the trace for each example is as large as the whole table. If this is too much then use
+    pp_prop: its traces are small.
 
     **Arguments:**
 
-    - `indices`: integers of any shape. Just as in JAX, negative indices count from the end, and indices that
-        are out of bounds are those of the first or the last row.
+    - `indices`: integers of any shape. Just as in JAX, negative indices count from the end, and out-of-bounds
+        indices are those of the first or the last row.
     - `table`: array of shape `(vocabulary, features)`.
 
     **Returns:** an array of shape `(..., features)`.
@@ -431,15 +428,12 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """Extracts the window of x at each spatial position in y. The result has shape `(batch, *space, *window,
-    in)`.
-    """
+    """Extracts the window of x at each spatial position in y, with shape `(batch, *space, *window, in)`."""
     *window, n_in, _ = kernel.shape
     size = n_in
     for n in window:
         size *= n
-    # Use a convolution with one output channel per element of the window, where each channel selects just
-    # that element.
+    # Use a convolution with one output channel per element of the window, selecting just that element.
     picking = jnp.eye(size, dtype=x.dtype).reshape(*window, n_in, size)
     patches = _conv_general(x, picking, **params)
     return patches.reshape(*patches.shape[:-1], *window, n_in)
@@ -447,7 +441,7 @@ def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
 
 def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
     # The kernel is shared by all spatial positions of y, but each position decays at its own rate. So keep a
-    # trace for each position, and only sum over these when computing the gradient.
+    # trace for each position, and only sum over them in the gradient.
     y = y_var.aval
     kernel = weight_vars["weight"].aval.shape
     zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
@@ -455,7 +449,7 @@ def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_state
 
 
 def _beside_window(g: Any, ndim: int) -> Any:
-    """Inserts axes of size 1 before the last axis in `g`, so that it has `ndim` axes in total."""
+    """Inserts axes of size 1 before the last axis in `g`, for `ndim` axes in total."""
     return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
 
 
@@ -494,16 +488,16 @@ def conv(
     padding: str | Sequence[tuple[int, int]] = "SAME",
     dilation: Sequence[int] | None = None,
 ) -> jax.Array:
-    """A convolution over one, two or three spatial axes, where `kernel` and `bias` are trained online.
+    """A convolution over one, two or three spatial axes, with `kernel` and `bias` trained online.
 
-    Note that with D-RTRL, the trace for each spatial position in the output is as large as the kernel. In
-    contrast pp_prop's traces are only as large as the output.
+    With D-RTRL, the trace for each spatial position in the output is as large as the kernel. In contrast,
+    pp_prop's traces are only as large as the output.
 
     **Arguments:**
 
     - `x`: array of shape `(batch, *space, in)`.
     - `kernel`: array of shape `(*window, in, out)`.
-    - `bias`: array of shape `(out,)`, or one that broadcasts to it. Defaults to no bias.
+    - `bias`: array of shape `(out,)`, or broadcasting to it. Defaults to no bias.
     - `strides`, `dilation`: one integer per spatial axis. Defaults to 1 for every axis.
     - `padding`: either `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 

@@ -1,4 +1,4 @@
-"""pp_prop, an approximation to D-RTRL that uses separate traces for inputs and outputs."""
+"""pp_prop, an approximation to D-RTRL with separate traces for inputs and outputs."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from .step import Step
 
 class PPProp(Learner):
     """The pp_prop algorithm (also known as ES-D-RTRL). For each weight this keeps one trace of its input and
-    another trace of its effect on the state, which takes much less memory than D-RTRL.
+    another of its effect on the state, taking much less memory than D-RTRL.
 
-    We approximate the trace used by D-RTRL by the product of two traces, ε_x ← α ε_x + x and ε_f ← α D ε_f +
-    (1 − α) ∂h/∂y. To compute the gradient, we evaluate the weight's VJP at input ε_x, with the cotangent of y
-    being Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹). The memory usage is O(batch · (in + out)).
+    D-RTRL's trace is approximated by the product of two traces, ε_x ← α ε_x + x and ε_f ← α D ε_f + (1 − α)
+    ∂h/∂y. The gradient is the weight's VJP at input ε_x, for the cotangent Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹) of y.
+    The memory usage is O(batch · (in + out)).
 
     !!! example
 
@@ -43,8 +43,8 @@ class PPProp(Learner):
     **Arguments:**
 
     - `step`, `trainable`, `untraced`, `mixing`: see [`DRTRL`][quaxlike.online_learning.DRTRL].
-    - `decay`: the decay α. This is either a float in [0, 1), or an integer rank r ≥ 1, which corresponds to α
-        = (r − 1) / (r + 1).
+    - `decay`: the decay α. This is either a float in [0, 1), or an integer rank r ≥ 1, corresponding to α =
+        (r − 1) / (r + 1).
 
     **Raises:** `ValueError` for any other `decay`, `untraced` or `mixing`.
 
@@ -102,7 +102,7 @@ class PPProp(Learner):
     ) -> Weights:
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
-        # The moving average was initialised to zero, so just as in Adam, we have to correct for its bias.
+        # The moving average was initialised to zero, so correct for its bias, as in Adam.
         f, x = traces["f"][number], traces["x"].get(relation.op)
         steps = jnp.maximum(traces["steps"], 1).astype(f.real.dtype)
         bias = (1 - self.decay**steps).astype(f.dtype)
@@ -110,14 +110,14 @@ class PPProp(Learner):
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
         if x is not None:
             like = jax.eval_shape(functools.partial(_pp_input, op), *here.operands[relation.op])
-            # The rule expects x to have the same dtype as in the step. The only exception is if x is an
-            # integer, because the trace of an integer is a float.
+            # The rule expects x to have the same dtype as in the step, unless x is an integer: its trace is a
+            # float.
             x = x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
         return op.run("xy_to_dw", x, g, weights, like=weights)
 
 
 def _precise(dtype: Any) -> Any:
-    """Promotes to at least float32. (In bfloat16, α might round to 1, and the trace would never decay.)"""
+    """Promotes to at least float32. (In bfloat16, α may round to 1, and the trace never decays.)"""
     return widest(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""ETP primitives, which mark where trainable weights are used and define rules for online learning."""
+"""ETP primitives: these mark where trainable weights are used, with rules for online learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,12 +26,12 @@ RULES = {
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks where trainable weights are used. ETP stands for eligibility trace propagation.
+    """A primitive marking where trainable weights are used. ETP stands for eligibility trace propagation.
 
-    You can create one using [`register_primitive`][quaxlike.online_learning.register_primitive].
-    Each primitive computes an output y from an input x and some weights. A learner looks for these primitives
-    in a recurrent network's step. It then uses their rules to propagate traces and compute gradients.
-    Each rule is stored in a slot with the same name.
+    Create one using [`register_primitive`][quaxlike.online_learning.register_primitive]. Each primitive
+    computes an output y from an input x and some weights. A learner looks for these primitives in a recurrent
+    network's step, and uses their rules to propagate traces and compute gradients. Each rule is stored in a
+    slot with the same name.
     """
 
     batched: bool = False
@@ -41,7 +41,7 @@ class ETPPrimitive(DefinedPrimitive):
     y_outvar_index: int = 0
 
     def register_yw_to_w(self, rule: _F) -> _F:
-        """Registers the rule that multiplies a trace by a factor for each element in y.
+        """Registers the rule multiplying a trace by a factor for each element in y.
 
         **Arguments:**
 
@@ -54,7 +54,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("yw_to_w").register(rule)
 
     def register_xy_to_dw(self, rule: _F) -> _F:
-        """Registers the rule that computes the weights' cotangents.
+        """Registers the rule computing the weights' cotangents.
 
         **Arguments:**
 
@@ -66,7 +66,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("xy_to_dw").register(rule)
 
     def register_init_drtrl(self, rule: _F) -> _F:
-        """Registers the rule that initialises D-RTRL's traces.
+        """Registers the rule initialising D-RTRL's traces.
 
         **Arguments:**
 
@@ -80,7 +80,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("init_drtrl").register(rule)
 
     def register_init_pp(self, rule: _F) -> _F:
-        """Registers the rule that initialises pp_prop's output trace.
+        """Registers the rule initialising pp_prop's output trace.
 
         **Arguments:**
 
@@ -102,20 +102,19 @@ class ETPPrimitive(DefinedPrimitive):
         solve: Callable[..., Any] | None = None,
         pp_input: Callable[..., Any] | None = None,
     ) -> None:
-        """Registers several rules at the same time. If a rule is None then the existing one is left
-        unchanged.
+        """Registers several rules at the same time. For None, the existing rule is left unchanged.
 
         **Arguments:**
 
         - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the corresponding methods.
         - `instant`: a function `instant(x, g, weights, **params)`. It should return the contribution of a
-            single step to D-RTRL's traces, scaled by `g`. You only need this if the trace and the weight have
-            different shapes. Defaults to applying `xy_to_dw` to each example.
+            single step to D-RTRL's traces, scaled by `g`. This is only needed if the trace and the weight
+            have different shapes. Defaults to applying `xy_to_dw` to each example.
         - `solve`: a function `solve(g, trace, weights, **params)`. It should return the weights' cotangents,
             given their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum over the
             batch.
-        - `pp_input`: a function `pp_input(x, weights, **params)`. This computes the quantity that pp_prop
-            keeps a trace of, in which y must be linear. Defaults to returning x.
+        - `pp_input`: a function `pp_input(x, weights, **params)`. This computes the quantity traced by
+            pp_prop, in which y must be linear. Defaults to returning x.
         """
         rules = {
             "yw_to_w": yw_to_w,
@@ -145,7 +144,7 @@ def register_primitive(
     batching: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> ETPPrimitive:
-    """Creates an ETP primitive from a function. All the rules that JAX needs are derived automatically.
+    """Creates an ETP primitive from a function. The rules needed by JAX are derived automatically.
 
     !!! example
 
@@ -164,19 +163,18 @@ def register_primitive(
 
     **Arguments:**
 
-    - `name`: an identifier, which must be unique amongst all primitives.
-    - `impl_fn`: a function that computes y. It should accept arrays as positional arguments and static
-        parameters as keyword arguments.
+    - `name`: an identifier, unique amongst all primitives.
+    - `impl_fn`: a function computing y. It should accept arrays as positional arguments and static parameters
+        as keyword arguments.
     - `batched`: whether x and y have leading batch axes.
     - `gradient_enabled`: whether gradients (from another y, or from the last state) can flow through y to the
         state. This should be True for elementwise operations. For all other ETP primitives these gradients
         are stopped.
-    - `trainable_invars_fn`: a function that returns a dict from the name of each trainable operand to its
-        index, given the parameters. Defaults to `{"weight": 1}`.
+    - `trainable_invars_fn`: a function returning a dict from each trainable operand's name to its index,
+        given the parameters. Defaults to `{"weight": 1}`.
     - `x_invar_index`: the index of the input, or None if there isn't an input.
-    - `y_outvar_index`: the index of y amongst the outputs of the equation. Traces are kept for y alone. If
-        weights affect the state through another output, then learners treat this like a parameter without a
-        trace.
+    - `y_outvar_index`: the index of y amongst the equation's outputs. Traces are kept for y alone. If weights
+        affect the state through another output, then learners treat this like a parameter without a trace.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
 
@@ -226,9 +224,7 @@ def is_batched_primitive(primitive: Any) -> bool:
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Returns whether a primitive is an ETP primitive that allows gradients to flow through it to the
-    state.
-    """
+    """Returns whether a primitive is an ETP primitive letting gradients flow through it to the state."""
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
@@ -258,14 +254,13 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
     return primitive.y_outvar_index
 
 
-# Rules that are used by several primitives --------------------------------------------------------
+# Rules used by several primitives -----------------------------------------------------------------
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """Creates an `init_drtrl` rule that returns zeros of shape `(batch..., *weight, num_states)`.
+    """Creates an `init_drtrl` rule returning zeros of shape `(batch..., *weight, num_states)`.
 
-    `batch` is how many batch axes x has. If this isn't known in advance then you can also pass a function
-    that computes it from the aval of x.
+    `batch` is the number of batch axes of x, or a function computing it from the aval of x.
     """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -280,7 +275,7 @@ def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[
 
 
 def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
-    """An `init_pp` rule that returns zeros of shape `(*y, num_states)`."""
+    """An `init_pp` rule returning zeros of shape `(*y, num_states)`."""
     return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
 
 

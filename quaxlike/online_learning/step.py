@@ -24,12 +24,11 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step:
-    """A traced step. It maps the leaves of the parameters, state and inputs to leaves for the next state and
+    """A traced step, mapping leaves for the parameters, state and inputs to leaves for the next state and
     output.
 
-    We inline all calls to obtain one flat list of equations, and then merge any equations that are equal.
-    This means that every intermediate value corresponds to a single variable, so that we can cut the step at
-    any op.
+    This inlines all calls into one flat list of equations, and merges equal equations. So every intermediate
+    value corresponds to a single variable, and the step can be cut at any op.
     """
 
     def __init__(
@@ -61,9 +60,7 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step, except that op outputs are computed by `on_op`. Returns the next state and
-        the output.
-        """
+        """Runs the step, but with op outputs computed by `on_op`. Returns the next state and the output."""
         read, env = self._environment(params, state, inputs)
         for i, eqn in enumerate(self.eqns):
             operands = list(map(read, eqn.invars))
@@ -80,20 +77,20 @@ class Step:
         shifts: Mapping[int, Any],
         last: Mapping[int, Any] = {},
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the next state and the output, with derivatives that exclude what traces contribute.
+        """Returns the next state and the output, with derivatives excluding the traces' contributions.
 
         - The derivative with respect to a shift in a next state is its effect on the output, either directly
-            or through ops. It excludes the effect on other states, because the traces already include this.
+            or through ops. It excludes the effect on other states: the traces already include this.
         - The derivative with respect to a shift in `last`, which shifts the last states of one group, is
             similar. It also excludes any recurrence through ops (i.e. effects on next states that in turn
             affect the group).
-        - The derivative with respect to parameters includes everything, apart from the effect that traced
-            weights have on the state through their own op.
+        - The derivative with respect to parameters includes everything, apart from the effect of traced
+            weights on the state through their own op.
         """
-        # We evaluate the step twice in parallel, so that the values are equal but the derivatives are
-        # different. `seen` computes the output and the inputs of ops. Here states are shifted and weights are
-        # differentiated. `inner` computes the next states. Here states aren't shifted, and ops act on the
-        # operands from `seen`, but with traced weights held fixed.
+        # Evaluate the step twice in parallel, with equal values but different derivatives. `seen` computes
+        # the output and the inputs of ops, with states shifted and weights differentiated. `inner` computes
+        # the next states, with states unshifted, and ops acting on the operands from `seen` with traced
+        # weights held fixed.
         shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
@@ -119,9 +116,7 @@ class Step:
         return results[: self.num_state], results[self.num_state :]
 
     def _coupled(self, states: Collection[int]) -> set[int]:
-        """Returns all states that both affect these states and are affected by them, now or at some later
-        step.
-        """
+        """Returns all states both affecting and affected by these states, now or at some later step."""
         if not states:
             return set()
         acts_on = [self._acts_on(i) for i in range(self.num_state)]
@@ -134,7 +129,7 @@ class Step:
         }
 
     def _acts_on(self, i: int) -> set[int]:
-        """Returns the next states that depend on a given state, or on its next value."""
+        """Returns the next states depending on a given state, or on its next value."""
         own = (self.jaxpr.invars[self.num_params + i], self.next_vars[i])
         reached = {var for var in own if not isinstance(var, Literal)}
         for eqn in self.eqns:
@@ -143,9 +138,7 @@ class Step:
         return {j for j, var in enumerate(self.next_vars) if not isinstance(var, Literal) and var in reached}
 
     def way_past_traces(self, param: int) -> tuple[str, str]:
-        """Explains how a parameter affects the state without having a trace, and how the user can fix
-        this.
-        """
+        """Explains how a parameter affects the state without a trace, and how the user can fix this."""
 
         def acts_with(live: Op | None, *, through_y: bool = True) -> bool:
             def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -180,7 +173,7 @@ class Step:
         )
 
     def _before(self, op: Op) -> list[Op]:
-        """Returns the ops that the operands of `op` depend on."""
+        """Returns the ops on which the operands of `op` depend."""
         needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
         found = []
         for i in reversed(range(op.index)):
@@ -219,9 +212,7 @@ class Step:
     # ----------------------------------------------------------------------------------------------
 
     def _find_ops(self, num_held: int) -> list[Op]:
-        """Finds the equations that have trained weights. The model has `num_held` arrays that aren't
-        trained.
-        """
+        """Finds the equations with trained weights. The model has `num_held` untrained arrays."""
         found = []
         n, m = self.num_params, self.num_params + self.num_state
         data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
@@ -249,7 +240,7 @@ class Step:
         return found
 
     def _find_groups(self) -> list[Group]:
-        """Groups together all states that depend on each other from one step to the next."""
+        """Groups together all states depending on each other from one step to the next."""
         parent = list(range(self.num_state))
 
         def root(i: int) -> int:
@@ -362,8 +353,8 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 class TracedStep:
     """A step function `step(model, state, *inputs) -> (state, output)`, traced for some particular arguments.
 
-    Here `params` are the leaves of the model that are trained. `inputs` are all other arrays in the model,
-    followed by those in the actual inputs.
+    Here `params` are the trained leaves of the model. `inputs` are all other arrays in the model, followed by
+    those in the actual inputs.
     """
 
     def __init__(
@@ -375,7 +366,7 @@ class TracedStep:
         inputs: Sequence[PyTree],
     ) -> None:
         trained, held = eqx.partition(model, trainable)
-        # Just as with `eqx.filter_jit`, numbers of Python are static, because the step might branch on them.
+        # Just as with `eqx.filter_jit`, Python numbers are static: the step may branch on them.
         others, static = eqx.partition((held, list(inputs)), eqx.is_array)
         num_held = len(jtu.tree_leaves(others[0]))
         paths_and_params, self._trained_tree = jtu.tree_flatten_with_path(trained)

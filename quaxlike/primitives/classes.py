@@ -1,7 +1,7 @@
-"""Groups of JAX primitives that behave alike, so that you can register one rule for all of them.
+"""Groups of JAX primitives that behave alike, for registering one rule for all of them.
 
-The available primitives vary slightly between JAX versions, so each group only contains the ones that are
-available in the JAX version you have installed.
+The available primitives vary slightly between JAX versions, so each group only contains those in your
+installed JAX version.
 
 !!! example
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def installed(names: str) -> tuple[str, ...]:
-    """Splits a string at spaces and keeps only the primitives that exist in the installed JAX version."""
+    """Splits a string at spaces and keeps only the primitives in the installed JAX version."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 

@@ -1,9 +1,9 @@
 """`custom_dce`, for functions that can compute less if some results are unused.
 
-Nothing that outlives a trace is allowed to contain tracers from that trace. JAX eliminates dead code only
-after the trace has ended, and this is when it calls the user-provided rule. A tracer in the rule's closure
-would therefore be a leak. So beforehand we extract all tracers from closures and pass them as operands, and
-put the new values back in when the rule is called.
+Nothing outliving a trace may contain its tracers. JAX eliminates dead code only after the trace has ended,
+and this is when it calls the user-provided rule: a tracer in the rule's closure would be a leak. So all
+tracers are extracted from closures beforehand and passed as operands, and the new values are put back in when
+the rule is called.
 """
 
 import collections
@@ -41,8 +41,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# This is part of the cache keys used by JAX, so that defining a new rule for a function retraces everything
-# that was traced with the old one.
+# This is part of JAX's cache keys, so that defining a new rule for a function retraces everything traced with
+# the old one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
@@ -52,17 +52,17 @@ class custom_dce(Generic[_P, _T]):
     """Gives a function a rule for dead code elimination, i.e. what to compute if only some results are used.
 
     Normally `jax.jit` removes unused results by itself. It can't do so for a kernel, as this always computes
-    all its results. By defining a rule, you can call a different kernel that only computes some of them. The
-    rule is called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`,
+    all its results. By defining a rule, you can call a different kernel computing only some of them. The rule
+    is called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`,
     `checkpoint` etc.). It isn't called when running eagerly, or when all results are used. If the rule
     doesn't use some inputs then these aren't computed either.
 
     The rule is used under every transform. In particular, JAX differentiates the computation defined by the
-    rule, so that any results that aren't used by the caller or the backward pass are never computed. For this
-    to work, the backward pass recomputes from the inputs rather than using residuals. (XLA then merges
-    anything that is computed by both passes.) If the function has a custom derivative, either itself or in a
-    function that it calls (using `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`), then this
-    derivative is used, regardless of which results are used.
+    rule, so any results used by neither the caller nor the backward pass are never computed. For this to
+    work, the backward pass recomputes from the inputs rather than using residuals. (XLA then merges anything
+    computed by both passes.) If the function has a custom derivative, either itself or in a function it calls
+    (using `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`), then this derivative is used,
+    regardless of which results are used.
 
     !!! example
 
@@ -87,15 +87,13 @@ class custom_dce(Generic[_P, _T]):
 
     **Arguments:**
 
-    - `fun`: a function on pytrees. Any leaves that aren't arrays (e.g. activation functions) are passed
-        through.
-    - `static_argnums`: the positions of any arguments that should be passed on unchanged.
+    - `fun`: a function on pytrees. Any non-array leaves (e.g. activation functions) are passed through.
+    - `static_argnums`: the positions of any arguments to pass on unchanged.
 
-    The interface is the same as that of `jax.experimental.custom_dce`, which was part of JAX until version
-    0.9.
+    The interface is the same as for `jax.experimental.custom_dce`, part of JAX until version 0.9.
     """
 
-    functions_held = ("fun", "_rule", "__wrapped__")  # these might hold tracers, see `extract_tracers`
+    functions_held = ("fun", "_rule", "__wrapped__")  # these may hold tracers, see `extract_tracers`
 
     @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
@@ -105,7 +103,7 @@ class custom_dce(Generic[_P, _T]):
         functools.update_wrapper(self, fun, updated=())
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
-        self.identity = object()  # shared by all copies, including those in which tracers have been replaced
+        self.identity = object()  # shared by all copies, including those with replaced tracers
 
     def def_dce(self, rule: _R) -> _R:
         """Sets the rule.
@@ -114,10 +112,9 @@ class custom_dce(Generic[_P, _T]):
 
         - `rule`: this is called as `rule(*statics, used_outs, *args)`, where `statics` are the arguments at
             `static_argnums`, `used_outs` is a tree of bools specifying which results are used, and `args` are
-            the remaining arguments. It should return the function's result, in which any unused arrays
-            are ignored. As a shorthand, you can return None in place of an unused array or tree. You can also
-            return a single array in place of a tree (or the whole result), in which case it is used for every
-            array in that tree.
+            the remaining arguments. It should return the function's result. Any unused arrays are ignored. As
+            a shorthand, you can return None in place of an unused array or tree. You can also return a single
+            array in place of a tree (or the whole result), to use for every array in the tree.
 
         **Returns:** the rule.
         """
@@ -146,8 +143,8 @@ class custom_dce(Generic[_P, _T]):
         return self if instance is None else jtu.Partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # Look up any other attributes on the function itself. For example this makes it possible to call the
-        # methods of a `jax.custom_jvp`, `custom_vjp` or `custom_vmap`.
+        # Look up any other attributes on the function itself, e.g. the methods of a `jax.custom_jvp`,
+        # `custom_vjp` or `custom_vmap`.
         if name == "fun" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.fun, name)
@@ -177,7 +174,7 @@ class custom_dce(Generic[_P, _T]):
 
     def _separate(self, args: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Returns the static arguments and the other arguments, each as a dictionary from position to value.
-        Static arguments are in the same order as in `static_argnums`.
+        Static arguments are in the order of `static_argnums`.
         """
         positions = []
         for i in self.static_argnums:
@@ -203,7 +200,7 @@ def _call(
     """Calls a `custom_dce` function whilst it is being traced."""
     arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
     # By the time the rule is called this trace has ended, so turn the tracers in its closure into operands.
-    # (We don't have to do this for the function itself, as it is traced below.)
+    # (The function itself doesn't need this: it is traced below.)
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
@@ -239,7 +236,7 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """A tree containing both arrays and other objects, from which the arrays have been taken out."""
+    """A tree of both arrays and other objects, with the arrays taken out."""
 
     tree: Any
     mask: Sequence[bool]  # whether each leaf is an array
@@ -258,9 +255,7 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule for one particular call. This outlives that call's trace, so it doesn't contain any
-    tracers.
-    """
+    """The rule for one particular call. This outlives the call's trace, so it contains no tracers."""
 
     name: str
     identity: object
@@ -294,8 +289,8 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # If this rule calls other functions that have a rule, then this applies their rules as well. It also
-        # removes any operands that are no longer used.
+        # If this rule calls other functions with a rule, then this applies their rules as well. It also
+        # removes any operands no longer used.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         used_ins = (*[False] * self.num_consts, *used_ins)
@@ -316,7 +311,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """Returns what the rule returned for each leaf. This is None if it didn't return anything there."""
+        """Returns the rule's result for each leaf, or None if it didn't return anything there."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
@@ -349,10 +344,10 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """Returns the calls for which we are currently tracing the rule.
+    """Returns the calls for which the rule is currently being traced.
 
-    It's fine for a rule to call its own function. However we mustn't apply the rule to the same call a second
-    time, because this would lead to infinite recursion.
+    A rule may call its own function. However it mustn't be applied to the same call a second time: this would
+    lead to infinite recursion.
     """
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 
@@ -368,7 +363,7 @@ def _tracing(identity: object, refused: frozenset[Used]) -> Iterator[None]:
 
 
 def _is_array(x: Any) -> bool:
-    if isinstance(x, type):  # it might have `__jax_array__`, but only for its instances
+    if isinstance(x, type):  # it may have `__jax_array__`, but only for its instances
         return False
     try:
         jax.typeof(x)
@@ -388,12 +383,12 @@ class _Hole:
 
 
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
-    """Extracts any tracers that functions have captured in closures, defaults, partials or bound methods.
+    """Extracts any tracers captured by functions in closures, defaults, partials or bound methods.
 
     Objects with `__jax_array__` are first converted to arrays.
 
-    **Returns:** the tree without its tracers, together with a list of the tracers, in which each of them
-    appears once. Use `fill_tracers` for the inverse.
+    **Returns:** the tree without its tracers, together with a list of the tracers, each appearing once. Use
+    `fill_tracers` for the inverse.
     """
     tracers: list[Any] = []
 
@@ -412,7 +407,7 @@ def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
 
 
 def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
-    """The inverse of `extract_tracers`, except that it fills in `values` rather than the original tracers."""
+    """The inverse of `extract_tracers`, but filling in `values` rather than the original tracers."""
 
     def fill(x: Any) -> Any:
         return values[x.index] if isinstance(x, _Hole) else x
@@ -421,15 +416,15 @@ def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
 
 
 def becomes_array(x: Any) -> bool:
-    """Returns whether `x` (which might be a tree) can be converted to an array. (A type can opt out by
-    setting `__jax_array__` to None.)
+    """Returns whether `x` (possibly a tree) can be converted to an array. (A type can opt out by setting
+    `__jax_array__` to None.)
     """
     return not isinstance(x, type) and getattr(x, "__jax_array__", None) is not None
 
 
 def _sorts_keys(x: Any) -> bool:
-    """Returns whether JAX sorts the keys of `x`. This raises an error if they can't be compared. What isn't
-    traced can have any keys, so there we look into dictionaries ourselves.
+    """Returns whether JAX sorts the keys of `x`. This raises an error if they can't be compared. Untraced
+    dictionaries can have any keys, so we look into them ourselves.
     """
     return type(x) in (dict, collections.defaultdict)
 
@@ -445,13 +440,13 @@ def _leaves(tree: Any) -> Iterator[Any]:
 class _Copy:
     """Copies functions together with everything inside them.
 
-    Functions can contain themselves and each other, so we copy each function just once, and make sure to
-    remember the copy before copying its contents.
+    Functions can contain themselves and each other, so each function is copied just once, and the copy is
+    remembered before copying its contents.
     """
 
     def __init__(self, of_leaf: Callable[[Any], Any]) -> None:
         self._of_leaf = of_leaf
-        # Keyed by id, which is safe because we also hold on to the original.
+        # Keyed by id, which is safe: this also holds on to the original.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, value: Any) -> Any:

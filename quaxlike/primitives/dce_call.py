@@ -1,8 +1,8 @@
-"""The primitive behind `custom_dce`. It calls a jaxpr and has a rule for computing only some results.
+"""The primitive behind `custom_dce`. It calls a jaxpr, with a rule for computing only some results.
 
-Every transform produces an equation with the same primitive, and with the transformed jaxpr and rule. (If we
-didn't do this then the rule would be lost under `vmap` or `grad`.) The derivative is a separate equation, so
-that unused results and unused tangents can be eliminated independently.
+Every transform produces an equation with the same primitive, and with the transformed jaxpr and rule.
+(Otherwise the rule would be lost under `vmap` or `grad`.) The derivative is a separate equation, so unused
+results and unused tangents can be eliminated independently.
 """
 
 import functools
@@ -29,9 +29,7 @@ Rule = Callable[[Used], Narrowed]
 
 
 class RuleInProgressError(Exception):
-    """Raised if a rule calls its own function in such a way that the rule would have to be applied to the
-    same call a second time.
-    """
+    """Raised if a rule calls its own function, and would apply to the same call a second time."""
 
 
 dce_call_p = Primitive("custom_dce_call")
@@ -42,7 +40,7 @@ dce_call_p.multiple_results = True
 
 
 def memoised(rule: Rule) -> Rule:
-    """Memoises a rule, so that equations which are equal also have identical jaxprs."""
+    """Memoises a rule, so equal equations also have identical jaxprs."""
     known: dict[Used, Narrowed] = {}
     lock = threading.Lock()
 
@@ -87,8 +85,8 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # Here we need an operand that has already been removed, because it wasn't used when more of the
-            # results were required. So instead narrow down the jaxpr that we already have.
+            # This needs an operand already removed: it wasn't used when more of the results were required. So
+            # instead narrow down the existing jaxpr.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -96,10 +94,9 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code inside a loop whose body or condition calls functions with rules.
+    """Eliminates dead code inside a loop that calls functions with rules, in its body or condition.
 
-    The loop's carry is left unchanged. This is only used before JAX 0.12, as later versions do this
-    themselves.
+    The loop's carry is left unchanged. This is only used before JAX 0.12: later versions do it themselves.
     """
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
@@ -158,9 +155,7 @@ _DECLARED = _IN_REVERSE | {"custom_jvp_call", "stop_gradient"}
 
 
 def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
-    """Returns whether a jaxpr contains a derivative that was declared by the user, rather than derived by
-    JAX.
-    """
+    """Returns whether a jaxpr contains a derivative declared by the user, rather than derived by JAX."""
     calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
     return any(
         name in by or any(declares_derivative(inner, by) for inner in jaxprs_in_params(params))
@@ -171,7 +166,7 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
     """Returns the computation defined by the rule, but using the original function's derivative.
 
-    Dead code might be eliminated before we differentiate, so this requires the operands for both the rule and
+    Dead code may be eliminated before differentiation, so this requires the operands for both the rule and
     the function.
     """
     of_function, needed = compat.dce(function, used)
@@ -207,10 +202,10 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """Returns a jaxpr that maps primals and nonzero tangents to the results' tangents.
+    """Returns a jaxpr mapping primals and nonzero tangents to the results' tangents.
 
-    This also returns a mask of which results are included. These are the results whose tangent can be
-    nonzero, or if `instantiate=True`, every result that can have a tangent at all.
+    This also returns a mask of which results are included. These are the results with a possibly nonzero
+    tangent, or if `instantiate=True`, every result that can have a tangent at all.
     """
     outputs: Used = ()
     n = len(nonzero)
@@ -279,8 +274,7 @@ def _batch(
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
     """Takes the first element along the batch axis, for results that aren't batched in the function.
 
-    In this case the rule might have batched them unnecessarily, but every element must be the same, so it
-    doesn't matter which one we pick.
+    The rule may have batched them unnecessarily, but every element must be the same, so any of them will do.
     """
 
     def first(*operands: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`define_primitive`, which turns a function into a JAX primitive."""
+"""`define_primitive`: turns a function into a JAX primitive."""
 
 import functools
 import inspect
@@ -17,7 +17,8 @@ from .primitive import DefinedPrimitive, Rules, where
 _lock = threading.Lock()
 _defined: dict[str, DefinedPrimitive] = {}
 
-# These are our own parameters, and an argument to JAX's `apply_primitive`, which would clash with it.
+# Our own parameters, and an argument to JAX's `apply_primitive`: a parameter of this name would clash with
+# it.
 _RESERVED = ("in_tree", "forms", "param_types", "prim")
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
@@ -41,11 +42,11 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Turns a function into a JAX primitive and derives all the rules that JAX requires.
+    """Turns a function into a JAX primitive and derives all the rules required by JAX.
 
     The primitive is preserved under `jit`, `grad`, `jvp`, `linearize` and `vmap`. That is, the jaxpr contains
-    it (or a primitive derived from it), so that interpreters such as [`quaxify`][quaxlike.quaxify] can
-    dispatch on it. It is only replaced by its implementation once it is lowered.
+    it (or a primitive derived from it), so interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on
+    it. It is only replaced by its implementation when lowered.
 
     !!! example
 
@@ -61,21 +62,20 @@ def define_primitive(
         jax.grad(lambda x: scaled_tanh_p(x, scale=2.0))(0.5)
         ```
 
-    If you provide a rule then it is used instead of the derived one. JAX traces through these rules, so they
-    can use the primitive itself. If a rule accepts or returns a tree of tangents, cotangents or dims, then
-    `None` in place of a leaf (or of a whole operand) represents a zero (or, for dims, "not mapped"). A rule
-    can return `NotImplemented` to fall back to the derived one.
+    Any rules you provide are used instead of the derived ones. JAX traces through these rules, so they can
+    use the primitive itself. If a rule accepts or returns a tree of tangents, cotangents or dims, then `None`
+    in place of a leaf (or of a whole operand) represents a zero (or, for dims, "not mapped"). A rule can
+    return `NotImplemented` to fall back to the derived one.
 
     **Arguments:**
 
     - `name`: the name of the primitive. This must be an identifier, and must not be the name of a JAX
         primitive or of any other primitive defined using this function. (If another library happens to use
         the same name, then register rules using the primitive itself, rather than its name.)
-    - `impl`: a function that accepts arrays (or pytrees) as positional arguments and static parameters as
-        keyword arguments. Note that it might be recomputed by its derivatives, which would repeat side
-        effects such as printing.
+    - `impl`: a function with arrays (or pytrees) as positional arguments and static parameters as keyword
+        arguments. Its derivatives may recompute it, repeating side effects such as printing.
     - `multiple_results`: whether `impl` returns a pytree of arrays, rather than just one array.
-    - `cpu`, `gpu`, `tpu`: implementations for each platform. We pick one of these when the primitive is
+    - `cpu`, `gpu`, `tpu`: implementations for each platform. One of these is picked when the primitive is
         lowered.
     - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. Both arguments are tuples with one
         entry per operand. (The primal result is computed by the primitive itself.)
@@ -89,14 +89,13 @@ def define_primitive(
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`. The batch
         axis of the result can be at any position.
     - `partitioning`: how to partition the primitive over devices, for implementations that are opaque to the
-        compiler. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that returns one
+        compiler. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function returning one
         given the types of the operands (leaves) and the parameters.
     - `cls`: the class of the primitive. This must be a subclass of `DefinedPrimitive`.
     - `replace`: whether to allow redefining an existing primitive with this name, e.g. when rerunning a
-        notebook cell. Note that rules which were registered for the old primitive do not apply to the new
-        one.
+        notebook cell. Rules registered for the old primitive do not apply to the new one.
 
-    **Returns:** the primitive, which can be called with the same arguments as `impl`.
+    **Returns:** the primitive, called with the same arguments as `impl`.
 
     **Raises:** `ValueError` if the name isn't an identifier or is already taken.
     """
@@ -115,7 +114,7 @@ def define_primitive(
                 f"a primitive called {name!r} was already defined from {where(_defined[name].impl_fn)}; "
                 "pass `replace=True` to redefine it"
             )
-        # It's fine if another library uses the same name, since primitives are compared by identity.
+        # Another library may use the same name: primitives are compared by identity.
         if name in compat.public_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         platforms: dict[str | None, Callable[..., Any] | None]

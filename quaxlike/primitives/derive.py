@@ -1,8 +1,7 @@
 """Differentiates, transposes and batches a primitive, using either a handwritten rule or a derived form.
 
-Batching is always outermost. That is, the derivative of a batched primitive is defined to be its parent's
-derivative, batched. This ensures that a handwritten derivative is used regardless of whether we differentiate
-or `vmap` first.
+Batching is always outermost: the derivative of a batched primitive is defined to be its parent's derivative,
+batched. So a handwritten derivative is used regardless of whether you differentiate or `vmap` first.
 """
 
 from typing import Any
@@ -99,9 +98,7 @@ def _jvp_by_hand(
 
 
 def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params) -> list[Any]:
-    """Returns the cotangents for the undefined operands. This is None for zeros and for all other
-    operands.
-    """
+    """Returns the cotangents for the undefined operands, and None for zeros and all other operands."""
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
     if not any(nonzero):
@@ -131,8 +128,8 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` has an entry for each tangent that this form returns. In contrast the rules require an entry
-    # for each result of the parent, so fill in the ones that are missing.
+    # `nonzero` has an entry for each tangent returned by this form. In contrast the rules require an entry
+    # for each result of the parent, so fill in the missing ones.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     full = merge(cotangents, live, [None] * cotangents.count(False))
     out = _vjp_by_hand(parent, full, primals, results, below)
@@ -205,7 +202,7 @@ def _batched_cotangents(
     live, _ = split(nonzero, cotangents)
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
-    # If an operand isn't batched then it was broadcast over the batch, so we have to sum over its cotangents.
+    # If an operand isn't batched then it was broadcast over the batch, so sum over its cotangents.
     placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
@@ -254,7 +251,7 @@ def _require_defined(p: DefinedPrimitive, operands: Arrays) -> None:
 def batch(
     p: DefinedPrimitive, axis: Any, operands: Arrays, dims: Arrays, /, **params: Any
 ) -> tuple[Any, Any]:
-    # If an axis doesn't have a name, then JAX instead uses a bare `object()`.
+    # JAX uses a bare `object()` if an axis doesn't have a name.
     axis_name = None if type(axis.name) is object else axis.name
     if all(d is None for d in dims) and not _uses_axis(p, axis_name, operands, params):
         out = p.bind(*operands, **params)
@@ -297,8 +294,8 @@ def with_form(params: Params, form: Any) -> Params:
 
 
 def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """Returns the leaves of `value`, which should have the structure `tree`. It's fine for it to have None in
-    place of a leaf, or to be None as a whole.
+    """Returns the leaves of `value`, which should have the structure `tree`. It may have None in place of a
+    leaf, or be None as a whole.
     """
     if value is None:
         return [None] * tree.num_leaves

@@ -1,8 +1,7 @@
 """Rules for transforms in `jax.experimental`, i.e. Taylor coefficients for jet and costs for roofline.
 
-Note that the rule for jet only requires the primitive's (first) derivative. This is because the coefficients
-of `f(x(t))` are the ones of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating
-Derivatives, chapter 13).
+The rule for jet only requires the primitive's (first) derivative: the coefficients of `f(x(t))` are those of
+`f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
 """
 
 import functools
@@ -20,7 +19,7 @@ from .derive import result_tangents
 from .forms import Params, merge, split, zero_tangent
 from .primitive import DefinedPrimitive
 
-# These modules are experimental and might not be available in later versions of JAX.
+# These modules are experimental and may not be available in later versions of JAX.
 try:
     from jax.experimental import jet as jax_jet
 except ImportError:
@@ -42,7 +41,7 @@ def register(p: DefinedPrimitive) -> None:
 def jet(
     p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """Returns the results together with their Taylor coefficients, which start at first order.
+    """Returns the results together with their Taylor coefficients, starting at first order.
 
     **Arguments:**
 
@@ -59,7 +58,7 @@ def jet(
         now, tangents = moving_and_tangents[: len(moving)], moving_and_tangents[len(moving) :]
         return split(smooth, _derivative(p, live, now, tangents, held, results, params))[0]
 
-    smooth = [_is_inexact(x) for x in results]  # there is no such thing as the derivative of an integer
+    smooth = [_is_inexact(x) for x in results]  # integers have no derivative
     speeds = [[(k + 1) * term for k, term in enumerate(terms)] for terms in steps]
     start = [*moving, *(speed[0] for speed in speeds)]
     still = [[jnp.zeros_like(x)] * orders for x in results]
@@ -87,7 +86,7 @@ def _derivative(
     params: Params,
 ) -> list[Any]:
     primals = merge(live, moving, held)
-    # In this case the derivative also depends on the results, so recompute them.
+    # Here the derivative also depends on the results, so recompute them.
     if p.root.rules.vjp_with_results:
         out = p.bind(*primals, **params)
         results = out if p.multiple_results else [out]
@@ -96,9 +95,7 @@ def _derivative(
 
 
 def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
-    """Returns whether an operand is known to be constant, because it is an integer or has a series of
-    zeros.
-    """
+    """Returns whether an operand is known to be constant: an integer, or with a series of zeros."""
     if not _is_inexact(primal):
         return True
     return not any(isinstance(term, jax.core.Tracer) or np.any(np.asarray(term)) for term in terms)

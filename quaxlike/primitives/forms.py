@@ -1,8 +1,7 @@
-"""A primitive's forms, which are derived from (and computed by) its parent.
+"""A primitive's forms, derived from (and computed by) its parent.
 
 A form is a static parameter of a derived primitive. It specifies how the derived primitive's operands and
-results are related to its parent's. It also evaluates the derived primitive, using the parent's
-implementation.
+results relate to its parent's, and evaluates the derived primitive using the parent's implementation.
 """
 
 import dataclasses
@@ -39,8 +38,8 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
 def of_chosen(
     fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
 ) -> tuple[list[Any], Flat]:
-    """Returns only the operands for which the mask is true, and a version of `fn` that maps just these
-    operands to the chosen `results`.
+    """Returns only the operands for which the mask is true, and a version of `fn` mapping just these to the
+    chosen `results`.
     """
     chosen, held = split(mask, operands)
     return chosen, lambda *chosen: split(results, fn(*merge(mask, chosen, held)))[0]
@@ -48,7 +47,7 @@ def of_chosen(
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """The form of a primitive that computes tangents for its parent.
+    """The form of a primitive computing tangents for its parent.
 
     The operands are the parent's primals, then its results (if a handwritten rule requires
     them), and finally the tangents.
@@ -78,9 +77,9 @@ class Jvp:
 
 @dataclasses.dataclass(frozen=True)
 class Vjp:
-    """The form of a primitive that computes cotangents for the operands of its parent.
+    """The form of a primitive computing cotangents for its parent's operands.
 
-    The operands are the primals of the parent, followed by the cotangents of its results.
+    The operands are the parent's primals, followed by the cotangents of its results.
     """
 
     name: ClassVar[str] = "vjp"
@@ -97,7 +96,7 @@ class Vjp:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """The form of a primitive that transposes its parent with respect to its linear operands.
+    """The form of a primitive transposing its parent with respect to its linear operands.
 
     The operands are the parent's other operands, followed by the cotangents of its results.
     """
@@ -127,7 +126,7 @@ class Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """The form of a primitive that maps its parent over an axis. Every result has this axis at the front."""
+    """The form of a primitive mapping its parent over an axis. Every result has this axis at the front."""
 
     name: ClassVar[str] = "batch"
     dims: tuple[int | None, ...]
@@ -136,8 +135,8 @@ class Batching:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # If this axis is sharded then `size` is its global size. In this case each device has only part of
-        # the axis, so leave it to `vmap` to look up the size of this part from the operands.
+        # If this axis is sharded then `size` is its global size, but each device has only part of the axis.
+        # So leave it to `vmap` to look up this part's size from the operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,
@@ -165,9 +164,7 @@ def zero_tangent(primal: Any) -> ad.Zero:
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """Returns the results' tangents. If a result doesn't depend on any operand then this is
-    None.
-    """
+    """Returns the results' tangents, or None if a result doesn't depend on any operand."""
     with take_current_trace() as parent:
         trace = ad.JVPTrace(parent, TraceTag())
         live, held = split(nonzero, primals)

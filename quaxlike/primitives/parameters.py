@@ -1,7 +1,7 @@
 """The parameters of a defined primitive, as JAX sees them and as its function and rules see them.
 
-JAX keys its caches by `==`. But 3, 3.0 and True are equal. If we only bound the values, then whichever came
-first would determine the program for all of them. So where it matters we also bind their types, as a
+JAX keys its caches by `==`. But 1, 1.0 and True are equal: if only the values were bound, whichever came
+first would determine the program for all of them. So where it matters their types are bound as well, as a
 parameter `param_types`.
 """
 
@@ -17,7 +17,7 @@ _OURS = ("forms", "in_tree", "param_types")
 
 
 def with_types(params: Params) -> Params:
-    """Adds `param_types`, if any parameter might be equal to one of another type."""
+    """Adds `param_types`, if any parameter may be equal to one of another type."""
     types = []
     for name, value in params.items():
         if name not in _OURS and (of := type_of(value)) is not None:
@@ -34,7 +34,7 @@ def without_types(params: Params) -> Params:
     return {name: value for name, value in params.items() if name != "param_types"}
 
 
-# When calling a rule, we remove all parameters of ours, and unflatten its operands.
+# When calling a rule, remove all our own parameters, and unflatten its operands.
 
 
 def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:

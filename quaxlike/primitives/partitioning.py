@@ -1,6 +1,6 @@
 """Partitioning a primitive over devices, for implementations that are opaque to the compiler.
 
-In practice you only need this for kernels, as the compiler can already partition plain JAX code by itself.
+In practice only kernels need this: the compiler can already partition plain JAX code by itself.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ class Partitioning:
 
     - `rule`: the names of the dimensions for each operand (that is, each leaf, in order) and each result. A
         dimension can be split if its name appears in a result.
-    - `sums`: any names that don't appear in a result, but that can be split anyway. In this case each device
-        computes one summand of every result.
-    - `first`: names that take precedence, in this order, if several dimensions could be split over the same
-        devices. By default these are the names for results and then the names for operands.
-    - `shared`: any operands (leaves) that are added to every result, such as a bias. If a summed dimension is
-        split then these are divided by the number of devices, because every device adds them to its summand.
+    - `sums`: any names that don't appear in a result, but can be split anyway. Each device then computes one
+        summand of every result.
+    - `first`: names taking precedence, in this order, if several dimensions could be split over the same
+        devices. By default these are the names for results and then those for operands.
+    - `shared`: any operands (leaves) added to every result, such as a bias. If a summed dimension is split
+        then these are divided by the number of devices: every device adds them to its summand.
 
     **Raises:** `ValueError` if the rule can't be parsed.
     """
@@ -79,9 +79,7 @@ class Partitioning:
         return [part.split() for part in self.rule.split("->")[1].split(",")]
 
     def batched(self, dims: Sequence[int | None]) -> "Partitioning":
-        """Returns the rule to use if the operands have a batch axis at `dims`. The results have it at the
-        front.
-        """
+        """Returns the rule for operands with a batch axis at `dims`. The results have it at the front."""
         taken = _names(self.operands) | _names(self.results)
         batch = next(n for n in map("batch{}".format, range(len(taken) + 1)) if n not in taken)
         operands = [
@@ -94,16 +92,16 @@ class Partitioning:
 
     @property
     def splittable(self) -> set[str]:
-        """The dimensions along which we can split."""
+        """The dimensions that can be split."""
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """Returns the mesh axes to split each name over. We only split a dimension if it is evenly divisible.
+        """Returns the mesh axes to split each name over. Dimensions are only split if evenly divisible.
 
         **Arguments:**
 
-        - `arrays`: the names, shape and spec for each array. These are ordered by precedence, highest first.
-        - `mesh`: the mesh that the specs refer to.
+        - `arrays`: the names, shape and spec for each array, ordered by precedence, highest first.
+        - `mesh`: the mesh of the specs.
         """
         wishes: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
@@ -123,7 +121,7 @@ class Partitioning:
         return out
 
     def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
-        """Returns a version of `fn` that acts on just one device's part of the operands."""
+        """Returns a version of `fn` acting on just one device's part of the operands."""
         summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
         if not summed:
             return fn
@@ -136,12 +134,12 @@ class Partitioning:
         return summand
 
     def apply(self, fn: Flat) -> Flat:
-        """Partitions `fn` over the devices that hold its operands and results."""
+        """Partitions `fn` over the devices holding its operands and results."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
             # The results take precedence. Summed dimensions don't appear in the results, so they can use any
-            # mesh axes that are left over from the operands.
+            # mesh axes left over from the operands.
             arrays = [*zip(self.results, results, strict=True), *operands]
             spread = self.spread(
                 [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
@@ -154,8 +152,8 @@ class Partitioning:
             part = self.part(fn, spread, mesh)
 
             def shard_fn(*operands: Any) -> list[Any]:
-                # The mesh might have explicit axes, in which case every type includes a sharding. This
-                # doesn't make sense for the part on a single device, so evaluate it without a mesh.
+                # If the mesh has explicit axes, then every type includes a sharding. This doesn't make sense
+                # for one device's part, so evaluate it without a mesh.
                 with jax.sharding.use_abstract_mesh(_NO_MESH):
                     return part(*operands)
 
@@ -172,15 +170,13 @@ class Partitioning:
         return partitioned
 
     def apply_to_types(self, fn: Flat) -> Flat:
-        """Like `apply`, but for meshes with explicit axes, in which case the shardings are part of the
-        operand types.
-        """
+        """Like `apply`, but for meshes with explicit axes, with shardings as part of the operand types."""
 
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            # A `vmap` is already using some of the mesh axes, so we can't use them as well. (It gathers
-            # anything else that is sharded over these axes.)
+            # Don't use any mesh axes that a `vmap` is already using. (It gathers anything else sharded over
+            # these axes.)
             mapped = compat.mapped_mesh_axes()
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)

@@ -1,8 +1,8 @@
-"""The class for primitives that are defined using a single function.
+"""The class for primitives defined using a single function.
 
-JAX transforms require that a primitive's parameters are static and hashable, and that its operands are flat.
-So we store the tree structure in a parameter `in_tree` and any forms in a parameter `forms`. Neither are
-passed on to rules. Nor is the parameter `param_types`, see `parameters.py`.
+JAX transforms require a primitive's parameters to be static and hashable, and its operands to be flat. So the
+tree structure goes into a parameter `in_tree`, and any forms into a parameter `forms`. Neither is passed on
+to rules. Nor is the parameter `param_types`, see `parameters.py`.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ class Rules:
 
 
 class MissingRuleError(NotImplementedError):
-    """Raised when calling an empty slot, i.e. if nobody has registered a rule in it."""
+    """Raised when calling an empty slot, i.e. one without a rule."""
 
 
 class Slot:
-    """A named slot that holds one rule for a primitive. Calling the slot calls the rule.
+    """A named slot holding one rule for a primitive. Calling the slot calls the rule.
 
     !!! example
 
@@ -71,7 +71,7 @@ class Slot:
         self._rule: Callable[..., Any] | None = None
 
     def register(self, rule: _F) -> _F:
-        """Puts `rule` into the slot and returns it. If the slot already has a rule then it is replaced."""
+        """Puts `rule` into the slot, replacing any existing rule, and returns it."""
         if not callable(rule):
             raise TypeError(
                 f"slot {self.name!r} of primitive {self.primitive_name!r} takes a function; found {rule!r}"
@@ -105,25 +105,25 @@ class Slot:
 class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
-    This is an ordinary `jax.extend.core.Primitive`, which appears in jaxprs and for which you can register
-    rules. Its derivatives and batched forms are primitives as well, which means that you can recognise them
-    in a jaxpr and give them their own rules. These are available as `jvp_p` (tangents of the results),
-    `vjp_p` (cotangents of the operands), `transpose_p` (the transpose with respect to the linear operands)
-    and `batch_p` (mapped over an axis). Each has the same four attributes in turn.
+    This is an ordinary `jax.extend.core.Primitive`: it appears in jaxprs, and you can register rules for it.
+    Its derivatives and batched forms are primitives as well, so you can recognise them in a jaxpr and give
+    them their own rules. These are available as `jvp_p` (tangents of the results), `vjp_p` (cotangents of the
+    operands), `transpose_p` (the transpose with respect to the linear operands) and `batch_p` (mapped over an
+    axis). Each has the same four attributes in turn.
 
     A derived primitive always has multiple results. It has the same parameters as its root, together with an
-    additional parameter `forms`. This is a tuple, whose last entry specifies how its operands and results are
-    related to its parent's.
+    additional parameter `forms`. This is a tuple, with a last entry specifying how its operands and results
+    are related to its parent's.
 
     **Attributes:**
 
-    - `root`: the primitive that this was ultimately derived from. This might be the primitive itself.
-    - `parent`: the primitive that this is a form of, or None if it wasn't derived from anything.
+    - `root`: the primitive from which this was ultimately derived. This may be the primitive itself.
+    - `parent`: the primitive of which this is a form, or None if it wasn't derived from anything.
     - `form`: either `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it wasn't derived from anything.
     - `impl_fn`: the root's implementation.
     """
 
-    # This is how the interpreter recognises these primitives.
+    # The interpreter recognises these primitives by this.
     family: ClassVar[str] = "defined"
     # Whether this has been superseded by a call to `define_primitive(..., replace=True)` with the same name.
     is_replaced = False
@@ -150,8 +150,8 @@ class DefinedPrimitive(Primitive):
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX caches traces by the function object and the static arguments. So trace these methods, and not a
-        # closure over the parameters, as a new closure would never be found in the cache.
+        # JAX caches traces by the function object and the static arguments. So trace these methods rather
+        # than closures over the parameters: a new closure is never found in the cache.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
@@ -171,9 +171,9 @@ class DefinedPrimitive(Primitive):
         **Arguments:**
 
         - `args`: the operands, each an array or a pytree of arrays.
-        - `params`: static parameters, which must be hashable.
+        - `params`: static, hashable parameters.
 
-        **Returns:** the result of the function that this primitive was defined with.
+        **Returns:** the result of the primitive's function.
 
         **Raises:** `TypeError` if an operand isn't an array, or if a parameter is an array or isn't hashable.
         """
@@ -240,7 +240,7 @@ class DefinedPrimitive(Primitive):
             return self._slots.setdefault(name, Slot(self.name, name))
 
     def jaxpr(self, avals: Sequence[Any], params: Params) -> Any:
-        """Returns the jaxpr that implements this primitive. It has flat operands."""
+        """Returns the jaxpr implementing this primitive. It has flat operands."""
         return self._trace((None, _static_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Params) -> Any:
@@ -273,7 +273,7 @@ class DefinedPrimitive(Primitive):
     def _derived(self, form: type[Form]) -> "DefinedPrimitive":
         with _lock:
             if form not in self._forms:
-                # The implementations for other platforms can still be mapped over an axis. However they might
+                # The implementations for other platforms can still be mapped over an axis. However they may
                 # not be differentiable, so always use the default implementation for derivatives.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
@@ -288,7 +288,7 @@ class DefinedPrimitive(Primitive):
             return self._forms[form]
 
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """Returns the implementation as a function that maps flat operands to a flat list of results."""
+        """Returns the implementation as a function from flat operands to a flat list of results."""
         if self.parent is not None:
             form, below = without_form(params)
             return functools.partial(form.evaluate, self.parent._flat(platform, below))
@@ -296,7 +296,7 @@ class DefinedPrimitive(Primitive):
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
     def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """Returns the implementation as a function that maps flat operands to a tree of results."""
+        """Returns the implementation as a function from flat operands to a tree of results."""
         if self.parent is not None:
             return self._flat(platform, params)
         in_tree, static = without_tree(params)
@@ -339,7 +339,7 @@ class DefinedPrimitive(Primitive):
         if self.form != "batch":
             return None
         form, below = without_form(params)
-        # There might be a collective over this axis, in which case splitting it would be wrong.
+        # There may be a collective over this axis, making it wrong to split.
         if form.axis_name is not None:
             return None
         avals = [
@@ -404,7 +404,7 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def where(fn: Callable[..., Any]) -> str:
-    """Returns a function's name and where it was defined. This is used in error messages."""
+    """Returns a function's name and where it was defined, for error messages."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,4 +1,4 @@
-"""`check_type`, which tests a value under all transforms."""
+"""`check_type`: tests a value under all transforms."""
 
 import contextlib
 import dataclasses
@@ -30,28 +30,28 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     """Tests a value under all transforms, by comparing it with its materialised array.
 
-    We start by checking its type's hooks: `aval`, static fields, flattening, pickling, stacking,
-    `linear`, `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. We then run each program both
-    on the Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of
-    two, and under `jax.grad` with respect to every inexact leaf. If the results differ, then we compare each
-    step of the program with its primitive, so that the report can point to the first incorrect rule.
+    This starts by checking the type's hooks: `aval`, static fields, flattening, pickling, stacking, `linear`,
+    `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. It then runs each program both on the
+    Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and
+    under `jax.grad` with respect to every inexact leaf. If the results differ, then each step of the program
+    is compared with its primitive, so the report can point to the first incorrect rule.
 
-    Note that it isn't a failure if a value is materialised because its type doesn't have a rule, though the
-    table shows where this happens. (It *is* a failure inside `with quaxlike.on_materialise("error")`, and for
-    types from [`quaxlike.testing.refuses`][].) Running all programs takes about half a minute.
+    Materialising a value for lack of a rule isn't a failure, though the table shows where this happens. (It
+    *is* a failure inside `with quaxlike.on_materialise("error")`, and for types from
+    [`quaxlike.testing.refuses`][].) Running all programs takes about half a minute.
 
     **Arguments:**
 
     - `value`: a small Value, with just a few elements along each axis.
-    - `programs`: functions of one array, either as a dict keyed by name or as a sequence. By default, we use
-        programs for about sixty transforms in JAX and Equinox, layers that have the value as their weight (if
-        it is a square matrix), and a few programs for each primitive that has a rule for this type.
+    - `programs`: functions of one array, either as a dict keyed by name or as a sequence. Defaults to
+        programs for about sixty transforms in JAX and Equinox, layers with the value as their weight (if it
+        is a square matrix), and a few programs for each primitive with a rule for this type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. If the type is
-    correct, then it doesn't have any `failures`.
+    correct, then it has no `failures`.
 
-    **Raises:** `TypeError` if `value` isn't a Value. If `materialise` raises an error then so does this,
-    because in this case there is nothing to compare with.
+    **Raises:** `TypeError` if `value` isn't a Value. If `materialise` raises an error then so does this:
+    there is nothing to compare with.
 
     !!! example
 
@@ -79,7 +79,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     hooks = check_hooks(subject)
     checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
     wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
-    if wrong is not None:  # this could also be the cause of any further failures
+    if wrong is not None:  # this may also cause any further failures
         checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
     runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
@@ -96,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Returns whether we can shard the rows of the value over as many devices as we can for the array."""
+    """Returns whether the rows of the value can be sharded over as many devices as those of the array."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:
@@ -120,8 +120,8 @@ class _Runner:
 
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
-        self.wrong = wrong  # the first hook that is incorrect
-        self.met: set[str] = set()  # the source locations of all rules that have been used so far
+        self.wrong = wrong  # the first incorrect hook
+        self.met: set[str] = set()  # the source locations of all rules used so far
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)
@@ -168,12 +168,10 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """Returns the first primitive that materialises the value. This also records which rules were
-        used.
-        """
+        """Returns the first primitive to materialise the value. This also records which rules were used."""
         try:
             report = explain(program.run)(self.subject.value)
-        except Exception:  # the program raises an error, which we have already reported
+        except Exception:  # the program's error has already been reported
             return ""
         self.met |= {row.rule for row in report.rules if row.rule}
         return "" if report.first_loss is None else report.first_loss.primitive

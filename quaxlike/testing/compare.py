@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# Maps each itemsize to the allowed difference. This is relative to the largest element. Dtypes with less than
-# a byte have the tolerance of one byte.
+# Maps each itemsize to the allowed difference, relative to the largest element. Dtypes smaller than a byte
+# have the tolerance of one byte.
 _TOLERANCE = {1: 0.5, 2: 4e-2, 4: 6e-4, 8: 2e-6}
 
 
 class Disagreement(NamedTuple):
-    """The difference between two results. Calling `str` on this formats it for use in a report."""
+    """The difference between two results. Calling `str` on this formats it for a report."""
 
     kind: str
     """One of "structure", "shape", "dtype", "weak type" or "numbers"."""
@@ -34,7 +34,7 @@ def disagreement(
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """Returns the difference between two pytrees of arrays, or None if they agree. We compare types before
+    """Returns the difference between two pytrees of arrays, or None if they agree. Types are compared before
     values.
 
     **Arguments:**
@@ -93,9 +93,7 @@ def _has_numbers(x: Any) -> bool:
 
 
 def tolerance_of(dtype: Any) -> float | int:
-    """Returns the allowed difference for a dtype, relative to the largest element. This is 0 for exact
-    dtypes.
-    """
+    """Returns the allowed difference for a dtype, relative to the largest element (0 for exact dtypes)."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, max(1, jnp.finfo(dtype).bits // 8))]
@@ -106,8 +104,8 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """Returns a weighted sum of all inexact arrays in a tree. Every element has a different weight, so that
-    this sum's gradient can tell them apart.
+    """Returns a weighted sum of all inexact arrays in a tree. Different weights allow this sum's gradient to
+    tell the elements apart.
     """
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):

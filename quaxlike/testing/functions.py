@@ -1,4 +1,4 @@
-"""`check_program`, which tests a user-provided function on many kinds of Values."""
+"""`check_program`: tests a user-provided function on many kinds of Values."""
 
 import contextlib
 import dataclasses
@@ -39,45 +39,44 @@ def check_program(
 ) -> ProgramReport:
     """Tests whether a function works with any kind of array.
 
-    We call the function with several kinds of Values in place of its arrays (first for one argument at a time
-    and then for all of them), and compare the results with the ones for arrays. If the function requires
-    something that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it
-    treats them differently, then the report includes the line at which this happens. This is the counterpart
-    to [`quaxlike.testing.check_type`][], which tests a type.
+    This calls the function with several kinds of Values in place of its arrays (first for one argument at a
+    time and then for all of them), and compares the results with those for arrays. If the function requires
+    something that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or treats them
+    differently, then the report includes the line at which this happens. The counterpart for testing a type
+    is [`quaxlike.testing.check_type`][].
 
     The available kinds are:
 
     - `"passes through"`: wraps an array. Primitives are applied to the array, and their results are wrapped
         again.
     - `"refuses"`: as above, but raises an error if it (or anything computed from it) is materialised.
-    - `"metadata"`: as above, with some additional metadata that is stored as a module with static fields.
-    - `"non-linear"`: the product of two leaves. This doesn't have any rules, so primitives materialise it.
-    - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape is therefore different from
-      the array's. This doesn't have any rules either.
-    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is
-        also a failure if the function returns different values for this array than for the original one
-        because it takes a different code path.
+    - `"metadata"`: like `"passes through"`, with additional metadata stored as a module with static fields.
+    - `"non-linear"`: the product of two leaves. This has no rules, so primitives materialise it.
+    - `"stacked"`: the sum of two arrays stored as one leaf, with a shape different from the array's. This has
+        no rules either.
+    - `"half precision"`: wraps a bfloat16 array. This is compared with an array of the same dtype. It is also
+        a failure if a different code path makes the function return other values than for the original array.
 
     **Arguments:**
 
     - `fn`: the function. It should return a pytree of arrays, and must be deterministic.
-    - `arrays`: its arguments, as pytrees of small arrays. Random keys, and leaves that aren't arrays, are
-        passed through unchanged.
-    - `which`: which kinds to try, by name. Alternatively, a dict of functions that convert an array to a
-        Value, or return None if this isn't possible. Defaults to all kinds.
+    - `arrays`: its arguments, as pytrees of small arrays. Random keys and non-array leaves are passed through
+        unchanged.
+    - `which`: which kinds to try, by name. Alternatively, a dict of functions converting an array to a Value,
+        or to None if this isn't possible. Defaults to all kinds.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` (over a stack of two), `"jvp"` and
         `"grad"` (with respect to all inexact leaves) are applied to `quaxify(fn)`; `"jit inside"` is
         `quaxify(jax.jit(fn))`; and `"two levels"` is two nested `quaxify`s, each dispatching on every other
-        Value. A string is one transform. Defaults to all modes. Any transform that raises an error even
-        on arrays is skipped.
+        Value. A string is one transform. Defaults to all of these. Any transform raising an error even on
+        arrays is skipped.
     - `rtol`: the allowed difference, relative to the largest element. By default, this depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
     **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. If the function
-    works with any kind of array, then it doesn't have any `failures`.
+    works with any kind of array, then it has no `failures`.
 
-    **Raises:** any error that `fn` raises when called with the arrays themselves. `ValueError` if no argument
-    contains any arrays, or if a name is unknown.
+    **Raises:** any error that `fn` raises on the arrays themselves. `ValueError` if no argument contains any
+    arrays, or if a name is unknown.
 
     !!! example
 
@@ -142,9 +141,7 @@ class _Case(Program):
         return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
 
     def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable arrays, together with a function that rebuilds the arguments
-        from them.
-        """
+        """Returns the differentiable arrays, together with a function rebuilding the arguments from them."""
         varied, rest = eqx.partition(leaves, is_inexact)
         return varied, lambda varied: self.build(eqx.combine(varied, rest))
 
@@ -156,7 +153,7 @@ def _is_array(x: Any) -> bool:
 def _outputs(tree: Any) -> Any:
     """Returns the arrays in the function's output, keyed by path.
 
-    The output might also contain functions, which we have no way to compare.
+    Any functions in the output can't be compared.
     """
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
@@ -217,7 +214,7 @@ def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plain:
-    """The results on plain arrays, each of which is computed just once and then cached."""
+    """The results on plain arrays, each computed just once and then cached."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.case = _Case(fn, args=args)
@@ -268,7 +265,7 @@ class _Plain:
         return jax.jit(functools.partial(_jvp, self.fn, self.case))
 
     def eagerly(self) -> Any:
-        """Calls the function with any NumPy arrays copied, because it might modify these in-place."""
+        """Calls the function with any NumPy arrays copied, as it may modify these in-place."""
         copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
         return _outputs(self.fn(*self.case.build(copied)))
 
@@ -292,16 +289,14 @@ class _Tester:
         self.fn, self.modes, self.rtol, self.atol = fn, modes, rtol, atol
         self.args = reveal(args)
         self.full = _Plain(fn, self.args)
-        self.full.eagerly()  # if the function itself raises an error then this propagates it
+        self.full.eagerly()  # propagates any error that the function itself raises
         self._plain = [self.full]
-        # If an array is weakly typed then the corresponding Value isn't necessarily weakly typed as well, in
-        # which case it might promote other arrays.
+        # The Value for a weakly typed array isn't necessarily weakly typed as well, so it may promote other
+        # arrays.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """Returns the checks for every kind of Value, both in each argument on its own and in all arguments
-        together.
-        """
+        """Returns the checks for every kind of Value, both in each argument alone and in all together."""
         table: dict[str, _Case] = {}
         for kind, make in makers.items():
             made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
@@ -314,11 +309,11 @@ class _Tester:
                 plain = self._plain_for(case)
                 modes = [mode for mode in self.modes if not isinstance(plain(mode), Exception)]
                 table[f"{kind}, {where}"] = dataclasses.replace(case, modes=tuple(modes))
-        # If a kind doesn't modify the array, then it shares the array with all other such kinds as an
-        # operand. This makes it possible for XLA to notice that most of these programs are identical.
+        # Kinds that don't modify the array share it as an operand, so XLA can notice that most of these
+        # programs are identical.
         shared = {id(x): x for case in table.values() for x in case.leaves}
         at = {key: i for i, key in enumerate(shared)}
-        jitted = _jitted(self.fn)  # use a single function for all of them, so that it is only traced once
+        jitted = _jitted(self.fn)  # use a single function for all, to trace it only once
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn
@@ -328,9 +323,7 @@ class _Tester:
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
-        """Returns the results on the materialised Values. (These can be different from the original
-        arguments.)
-        """
+        """Returns the results on the materialised Values. (These can differ from the original arguments.)"""
         dense = reveal(case.args)
         leaves = _leaves(dense)
         for plain in self._plain:
@@ -341,7 +334,7 @@ class _Tester:
 
     def _check(self, name: str, case: _Case, found: Results) -> Check:
         plain = self._plain_for(case)
-        results = dict.fromkeys(self.modes, "-")  # used for any transforms that plain JAX doesn't support
+        results = dict.fromkeys(self.modes, "-")  # for any transforms that plain JAX doesn't support
         culprit = message = ""
         for mode in case.modes:
             expected, got = plain(mode), found[name, mode]
@@ -373,20 +366,16 @@ class _Tester:
                 expected = jax.vjp(dense, varied)[1](expected)[0]
             else:
                 expected = plain.pushed(jax.jvp(dense, (varied,), (_tangents(varied),))[1])
-        # Even if none of the results are low-precision arrays, some of the operands might be.
+        # Even if no results are low-precision arrays, some of the operands may be.
         rtol = max(map(tolerance_of, plain.dtypes | _dtypes(expected))) if self.rtol is None else self.rtol
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 
     def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
-        """Returns the first line at which calling the function eagerly with Values differs from calling it
-        with arrays.
-        """
+        """Returns the first line at which an eager call with Values differs from one with arrays."""
         return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
 
     def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
-        """Returns the line at which the code path depends on the precision. This is only reported if it
-        changes the results.
-        """
+        """Returns the line at which the code path depends on the precision, if this changes the results."""
         out, full = plain("eager"), self.full("eager")
         difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
         if difference is None:
@@ -396,9 +385,7 @@ class _Tester:
 
 
 def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """Returns the differentiable arrays in a case, and a function that maps these to the materialised
-    Values.
-    """
+    """Returns a case's differentiable arrays, and a function mapping these to the materialised Values."""
     varied, build = case.varied(case.leaves)
     return varied, lambda varied: plain.case.varied(_leaves(reveal(build(varied))))[0]
 

@@ -49,7 +49,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable leaves, together with a function that rebuilds the value from them."""
+        """Returns the differentiable leaves, together with a function rebuilding the value from them."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -59,7 +59,7 @@ class Subject:
         return [x for x in leaves if is_inexact(x)], build
 
     def stack(self) -> Any:
-        """Returns a stack of two values, which are different but have the same structure."""
+        """Returns a stack of two different values with the same structure."""
 
         def other(x: Any) -> Any:
             return (1.5 * x).astype(x.dtype) if is_inexact(x) else x
@@ -70,7 +70,7 @@ class Subject:
         """Shards an axis (or no axis, for -1) over as many devices as it can be divided between.
 
         **Returns:** the spec, the device count, and the sharded value. This is None if the type doesn't
-        support sharding, or if it doesn't specify how to shard its leaves.
+        support sharding, or doesn't specify how to shard its leaves.
         """
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
@@ -94,7 +94,7 @@ class Subject:
 
 
 def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
-    """Registers a check. This should return whether the type has the hook, and raise an error if the hook is
+    """Registers a check. This should return whether the type has the hook, and raise an error if it is
     incorrect.
     """
 
@@ -122,8 +122,7 @@ def _statics(subject: Subject) -> bool:
 def _parts(static: Any, depth: int = 3) -> list[Any]:
     """Returns everything inside a static field, including any nested objects.
 
-    We skip dataclass fields with `compare=False`, because these are assumed to be determined by the other
-    fields.
+    Dataclass fields with `compare=False` are skipped: the other fields are assumed to determine these.
     """
     found: list[Any] = []
     for leaf in leaves_of(static):

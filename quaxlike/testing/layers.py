@@ -83,7 +83,7 @@ def _vector(w: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram(Program):
-    """A program that only accepts a square matrix."""
+    """A program for a square matrix only."""
 
     modes: tuple[str, ...] = ("eager", "jit")
 

@@ -21,9 +21,7 @@ _DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in this file a
 
 
 def line_of(error: BaseException) -> str:
-    """Returns the user's line that raised an error, along with the library it called. This is empty if
-    we don't know.
-    """
+    """Returns the user's line that raised an error, and the library it called. This is empty if unknown."""
     return _shown(lines_of_error(error))
 
 
@@ -37,12 +35,12 @@ def _shown(lines: Iterable[SourceLine]) -> str:
 
 
 class _Executed(NamedTuple):
-    """A line that is about to be executed, or a function that is about to return."""
+    """A line about to be executed, or a function about to return."""
 
     at: SourceLine
-    frame: int  # frames are numbered in the order in which they are called
-    caller: tuple[SourceLine, ...]  # the lines of the calls that lead here, innermost first
-    new: dict[str, Any]  # the local variables that the preceding line has set, or the return value
+    frame: int  # frames are numbered in the order of their calls
+    caller: tuple[SourceLine, ...]  # the lines of the calls leading here, innermost first
+    new: dict[str, Any]  # the local variables set by the preceding line, or the return value
 
 
 class _Enough(Exception):
@@ -50,7 +48,7 @@ class _Enough(Exception):
 
 
 class _Run:
-    """Runs a function and records each line that is executed outside JAX and this package."""
+    """Runs a function and records each line executed outside JAX and this package."""
 
     def __init__(self, run: Callable[[], Any], fn: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
@@ -64,7 +62,7 @@ class _Run:
                 sys.settrace(self._enter)
                 self._top = sys._getframe()  # pyright: ignore[reportPrivateUsage]
                 run()
-            except Exception:  # keep the steps that we have recorded so far
+            except Exception:  # keep the steps recorded so far
                 pass
             finally:
                 sys.settrace(before)
@@ -79,11 +77,10 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """Returns the lines of the calls that lead to a frame, or None if it wasn't called by the program.
+        """Returns the lines of the calls leading to a frame, or None if it wasn't called by the program.
 
-        For example, JAX might call a function any number of times in order to differentiate it, and other
-        packages might call functions for their own purposes. Neither tells us anything about the
-        program.
+        For example, JAX may call a function any number of times to differentiate it, and other packages may
+        call functions for their own purposes. Neither says anything about the program.
         """
         called, direct = frame.f_code.co_filename, True
         callers: list[SourceLine] = []
@@ -116,9 +113,7 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """Returns the library that a file belongs to. This is "<...>" for generated code, and empty for anything
-    else.
-    """
+    """Returns a file's library. This is "<...>" for generated code, and empty for anything else."""
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""

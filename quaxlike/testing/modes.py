@@ -1,7 +1,7 @@
 """Runs programs in each mode, both on a value and on its materialised array.
 
-Most of the time in `check_type` is spent on compilation, so we compile many programs together. If this
-fails then we bisect the group, until we have found the program that is responsible.
+Most of the time in `check_type` is spent on compilation, so many programs are compiled together. If this
+fails then the group is bisected to find the program responsible.
 """
 
 import dataclasses
@@ -52,9 +52,7 @@ _MOST = 24  # the maximum number of programs to compile together
 
 
 def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
-    """Runs `on(mode, program, value)` for each program and mode. Every mode other than "eager" is
-    compiled.
-    """
+    """Runs `on(mode, program, value)` for each program and mode. Modes other than "eager" are compiled."""
     found: Results = {}
     for name, program in table.items():
         if "eager" in program.modes:
@@ -74,7 +72,7 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     run = jax.jit(functools.partial(_each, programs, on, errors))
     try:
         out = run(value)
-    except Exception as error:  # this was raised either during compilation or at run time
+    except Exception as error:  # raised either during compilation or at run time
         if len(programs) > 1:
             return _halves(programs, on, value)
         name, program = next(iter(programs))
@@ -93,7 +91,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """Traces all the programs. If one raises an exception then it is recorded in `errors`."""
+    """Traces all the programs. Any exceptions are recorded in `errors`."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:
@@ -106,9 +104,7 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """Returns the results on the materialised array. Gradients are still with respect to the leaves of the
-    value.
-    """
+    """Returns the results on the materialised array. Gradients are still for the value's leaves."""
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
 
     def on(mode: Any, program: Any, arrays: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A few programs for each primitive, which we use to test the rules of a type."""
+"""A few programs for each primitive, for testing a type's rules."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from .programs import Program, plain
 _Run = Callable[..., Any]
 _Shape = tuple[int, ...]
 
-# Any operands other than `x` are plain arrays. Their shapes are given as functions of the shape of `x`.
+# Any operands other than `x` are plain arrays. Their shapes are functions of the shape of `x`.
 OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "y": lambda s: s,
     "s": lambda s: (),
@@ -22,10 +22,10 @@ OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "r": lambda s: s[-1:],
 }
 
-# Primitives whose operands aren't just one or two arrays of the same shape. We try each program on the
-# materialised array first, and skip it if that raises an error. All windows have at least one axis, because
-# otherwise XLA crashes. Note that `tests/differential` parses these expressions to generate programs with
-# other operands.
+# Primitives with operands other than one or two arrays of the same shape. Each program is tried on the
+# materialised array first, and skipped if that raises an error. All windows have at least one axis: otherwise
+# XLA crashes. Note that `tests/differential` parses these expressions to generate programs with other
+# operands.
 LISTED: dict[str, list[_Run]] = {
     "argmax": [lambda x: jnp.argmax(x, 0)],
     "argmin": [lambda x: jnp.argmin(x, 0)],
@@ -56,7 +56,7 @@ LISTED: dict[str, list[_Run]] = {
     "gather": [lambda x: x[jnp.array([0, -1, 0])], lambda x: jnp.take(x, jnp.array([0, 0]), -1)],
     "integer_pow": [lambda x: x**3],
     "jit": [lambda x: jax.jit(lambda x: x)(x)],
-    # Types are free to represent the factors differently, so we only test these indirectly.
+    # Types are free to represent the factors differently, so these are only tested indirectly.
     "lu": [lambda x, y: jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(x), y)],
     "pad": [lambda x: lax.pad(x, jnp.zeros((), x.dtype), [(1, 1, 0)] * x.ndim)],
     "polygamma": [lambda x, s: lax.polygamma(s, x)],
@@ -114,7 +114,7 @@ LISTED |= {
 
 
 def operations(primitives: Iterable[str]) -> dict[str, Program]:
-    """Returns programs that bind each of these primitives, keyed by name."""
+    """Returns programs binding each of these primitives, keyed by name."""
     found: dict[str, Program] = {}
     for name in sorted(set(primitives)):
         runs = LISTED.get(name) or _elementwise(name)
@@ -136,7 +136,7 @@ def _operand(letter: str, x: Any) -> jax.Array:
 
 
 def _elementwise(name: str) -> list[_Run]:
-    """Returns calls to the `jax.lax` function with this name, provided that it accepts one or two arrays."""
+    """Returns calls to the `jax.lax` function with this name, if it accepts one or two arrays."""
     f = getattr(lax, name, None)
     if not callable(f) or isinstance(f, type):
         return []

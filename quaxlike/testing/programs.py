@@ -1,7 +1,7 @@
-"""Programs that each apply a single transform from JAX or Equinox to one array.
+"""Programs each applying a single transform from JAX or Equinox to one array.
 
-They are written for plain arrays of any shape, and each is linear in its array. `check_type` then
-runs them on Values as well.
+They are written for plain arrays of any shape, and each is linear in its array. `check_type` runs them on
+Values as well.
 """
 
 # pyright: reportMissingParameterType=false
@@ -56,23 +56,23 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """Returns the values to use in loops. They have the same dtype as `x`."""
+    """Returns the values to use in loops, with the dtype of `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 
 def plain(x: Any) -> jax.Array:
-    """Returns a plain array with the same shape and dtype as `x`. Its elements are all distinct."""
+    """Returns a plain array with the shape and dtype of `x`. Its elements are distinct unless rounded."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 
 def mesh(size: int | None = None) -> jax.sharding.Mesh:
-    """Returns a mesh with `size` devices. By default this is all available devices."""
+    """Returns a mesh with `size` devices. Default: all available devices."""
     devices = jax.devices()[:size]
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def mesh_for(x: Any) -> jax.sharding.Mesh:
-    """Returns a mesh with as many devices as we can divide the rows of `x` between."""
+    """Returns a mesh with as many devices as the rows of `x` can be divided between."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 

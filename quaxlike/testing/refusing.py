@@ -1,4 +1,4 @@
-"""Types that refuse to be materialised, which makes it possible to detect if a program drops the type."""
+"""Types that refuse to be materialised, for detecting if a program drops the type."""
 
 import contextlib
 import contextvars
@@ -17,21 +17,19 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """Creates a subclass that refuses to be materialised. You can use this to test whether programs preserve
-    the type.
+    """Creates a subclass that refuses to be materialised. Use this to test if programs preserve the type.
 
-    [`quaxlike.testing.check_type`][] can still access the underlying array. Note that if a rule explicitly
-    constructs the original class, then the result won't be an instance of the subclass. In contrast
-    `dataclasses.replace`, `tree_map` and `type(x)(...)` all preserve the subclass.
+    [`quaxlike.testing.check_type`][] can still access the underlying array. If a rule explicitly constructs
+    the original class, then the result isn't an instance of the subclass. In contrast `dataclasses.replace`,
+    `tree_map` and `type(x)(...)` all preserve the subclass.
 
     **Arguments:**
 
     - `cls`: a Value type.
 
-    **Returns:** a subclass with the same name. (This means that you can also use `refuses` as a class
-    decorator.)
+    **Returns:** a subclass with the same name. (So `refuses` can also be used as a class decorator.)
 
-    **Raises:** `materialise` raises a `RuntimeError` that includes the type's name.
+    **Raises:** `materialise` raises a `RuntimeError` with the type's name.
 
     !!! example
 
@@ -51,7 +49,7 @@ def refuses(cls: type[_V]) -> type[_V]:
             return super().materialise()
 
         def aval(self) -> Any:
-            with revealing():  # `aval` might be inferred from `materialise`
+            with revealing():  # `aval` may be inferred from `materialise`
                 return super().aval()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -60,8 +58,8 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # We make additional assumptions about types that can't be materialised. So declare these explicitly to be
-    # the same as in the original class.
+    # Additional assumptions are made about types that can't be materialised. So declare these explicitly, as
+    # in the original class.
     Refusing.linear = cls.linear
     Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
@@ -70,7 +68,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """Looks up the object that you get when you import a class by its name."""
+    """Looks up the object found when importing a class by its name."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -86,9 +84,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def revealing() -> Iterator[None]:
-    """Returns a context manager, inside which types that refuse to be materialised can be materialised
-    anyway.
-    """
+    """Returns a context for materialising types even if they refuse to be materialised."""
     token = _revealing.set(True)
     try:
         yield
@@ -97,7 +93,7 @@ def revealing() -> Iterator[None]:
 
 
 def is_revealing() -> bool:
-    """Returns whether we are inside `revealing`."""
+    """Returns whether this is called inside `revealing`."""
     return _revealing.get()
 
 

@@ -1,4 +1,4 @@
-"""The reports that are returned by `check_type` and `check_program`."""
+"""The reports returned by `check_type` and `check_program`."""
 
 import dataclasses
 import textwrap
@@ -44,7 +44,7 @@ class TypeReport:
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """All checks that have failed, starting with hooks. If the type is correct then this is empty."""
+        """All failed checks, starting with hooks. If the type is correct then this is empty."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
@@ -81,7 +81,7 @@ class ProgramReport:
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """All checks that have failed. If the function works with any kind of array then this is empty."""
+        """All failed checks. If the function works with any kind of array then this is empty."""
         return tuple(check for check in self.checks if check.failed)
 
     @property

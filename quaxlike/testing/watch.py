@@ -18,9 +18,7 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Compares each step's output and gradient with what the primitive returns on materialised
-    arrays.
-    """
+    """Compares each step's output and gradient with the primitive's on materialised arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # the primitive doesn't support these types, even though there is a rule that does
+    except Exception:  # the primitive doesn't support these types, even though the rule does
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)
@@ -111,10 +109,10 @@ def _as(primitive: Any, out: Any) -> Any:
 
 
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
-    """Runs a program step by step until we find a step that is incorrect.
+    """Runs a program step by step, to find the first incorrect step.
 
-    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both are empty
-    if we didn't find such a step.
+    **Returns:** the first rule or default differing from its primitive, and how it differs. Both are empty if
+    there is none.
     """
     watcher = _Watcher()
     try:
@@ -127,7 +125,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """Returns the innermost method of the type that appears in an error's traceback."""
+    """Returns the type's innermost method in an error's traceback."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

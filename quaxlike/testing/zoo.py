@@ -1,4 +1,4 @@
-"""Several kinds of Values that we can create from any array."""
+"""Several kinds of Values that can be made from any array."""
 
 import inspect
 import sys
@@ -59,8 +59,8 @@ class Keeps(ArrayValue):
 class Refuses(Keeps):
     """Like `Keeps`, but refuses to be materialised.
 
-    Anything computed from this also has this type. In particular this includes conditions, which means that
-    their elements are available to transforms but not to Python.
+    Anything computed from this also has this type. In particular this includes conditions, so their elements
+    are available to transforms but not to Python.
     """
 
     def materialise(self) -> Any:
@@ -73,25 +73,23 @@ class Refuses(Keeps):
 
 
 class Refused(RuntimeError):
-    """Raised if something tries to materialise a Value that refuses to be materialised."""
+    """Raised when materialising a Value that refuses to be materialised."""
 
 
 class Thing(eqx.Module):
-    """Metadata that doesn't contain any arrays."""
+    """Metadata without any arrays."""
 
     name: str = eqx.field(static=True)
 
 
 class Described(Keeps):
-    """Wraps an array, together with some metadata that is stored as a module with static fields."""
+    """Wraps an array, together with metadata stored as a module with static fields."""
 
     about: Thing
 
 
 class Scaled(ArrayValue):
-    """An array multiplied by a scalar. This isn't linear in its leaves, and it doesn't have any
-    rules.
-    """
+    """An array multiplied by a scalar. This isn't linear in its leaves, and has no rules."""
 
     array: Any
     scale: Any
@@ -104,7 +102,7 @@ class Scaled(ArrayValue):
 
 
 class Stacked(ArrayValue):
-    """The sum of several arrays, which are stacked as a single leaf. It doesn't have any rules."""
+    """The sum of two arrays, stacked as a single leaf. This has no rules either."""
 
     linear: ClassVar[bool] = True
     parts: Any
@@ -117,9 +115,7 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether we can replace the array `x` by a Value. (For example we can't do so for random
-    keys.)
-    """
+    """Returns whether a Value can replace the array `x`. (For example, this is False for random keys.)"""
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -139,13 +135,13 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# These are the two functions that request an array. Both of them have a local variable `what` that describes
-# the reason. (Unwrap them, because they might have been wrapped by a run-time type checker.)
+# The two functions that request an array. Both have a local variable `what` describing the reason. (Unwrap
+# them, as a run-time type checker may have wrapped them.)
 _BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
 _BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 
 
-# Functions that create a Value from an array. They return None if this isn't possible for a particular array.
+# Functions creating a Value from an array. They return None if this isn't possible for a particular array.
 ZOO: dict[str, Callable[[Any], Any]] = {
     "passes through": Keeps,
     "refuses": Refuses,

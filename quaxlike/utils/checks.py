@@ -20,9 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class NotJaxCompatibleError(TypeError):
-    """Raised if a function decorated with [`no_jax_tracing`][quaxlike.utils.no_jax_tracing] is called with
-    traced values.
-    """
+    """Raised if a [`no_jax_tracing`][quaxlike.utils.no_jax_tracing] function is called with traced values."""
 
 
 def is_traced(x: Any) -> bool:
@@ -51,14 +49,13 @@ def is_traced(x: Any) -> bool:
 
 @checked
 def no_jax_tracing(fn: _F) -> _F:
-    """Wraps a function so that it raises an error when called with traced values.
+    """Wraps a function to raise an error when called with traced values.
 
-    This is useful for functions that have side effects, as under `jax.jit` these would only happen once,
-    during tracing.
+    Use this for functions with side effects: under `jax.jit` these only happen once, during tracing.
 
-    Every leaf of the arguments is checked. Tracers can also be smuggled in by closing over them, so we also
-    check everything that the function has captured (through closures, defaults, `functools.partial` and bound
-    methods), and do the same for any functions amongst the arguments.
+    Every leaf of the arguments is checked. Tracers can also be smuggled in by closing over them. So this also
+    checks everything captured by the function (through closures, defaults, `functools.partial` and bound
+    methods), and by any functions amongst the arguments.
 
     **Arguments:**
 
@@ -112,15 +109,15 @@ def _forbid_tracers(x: Any, name: str, where: str) -> None:
 def _leaves_and_captures(x: Any, seen: set[int]) -> Iterator[Any]:
     for leaf in _leaves(x):
         yield leaf
-        # Track what we've already seen, because functions can capture each other in a cycle.
+        # Functions can capture each other in a cycle, so track what we've already seen.
         if callable(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield from _leaves_and_captures(_captures(leaf), seen)
 
 
 def _leaves(x: Any) -> Iterator[Any]:
-    # JAX sorts the keys of dictionaries, and raises an error if they can't be compared. A function that isn't
-    # traced can be passed anything, so look into them ourselves.
+    # JAX sorts the keys of dictionaries, and raises an error if they can't be compared. An untraced function
+    # may be passed anything, so look into dictionaries ourselves.
     for leaf in jax.tree.leaves(x, is_leaf=_sorts_keys):
         if _sorts_keys(leaf):
             for item in leaf.values():
@@ -147,14 +144,13 @@ def _captures(fn: Any) -> list[Any]:
 
 
 def non_differentiable(x: _T) -> _T:
-    """The identity function, except that an error is raised if it is differentiated.
+    """The identity function, except it raises an error if differentiated.
 
-    This is useful to mark a quantity that a derivative should never depend on, so that a mistake isn't
-    silently treated as a zero gradient. Derivatives that are symbolically zero, or that are never used (for
-    example because of `jax.lax.stop_gradient`), don't raise an error.
+    Use this to mark a quantity on which no derivative should depend, so a mistake isn't silently treated as a
+    zero gradient. Derivatives that are symbolically zero or never used (for example because of
+    `jax.lax.stop_gradient`) don't raise an error.
 
-    Note that forward mode outside `jax.jit` eagerly computes every tangent, regardless of whether it will be
-    used, so in this case an error is always raised.
+    Forward mode outside `jax.jit` eagerly computes every tangent, used or not, so it always raises an error.
 
     **Arguments:**
 
@@ -223,9 +219,9 @@ def _forbidden_tangent_transpose(ct: Any, t: Any) -> list[Any]:
     return [ct] if type(ct) is ad.Zero else _raise()
 
 
-# This is applied to the tangent of `non_differentiable`. It is a linear identity that raises an error when it
-# is evaluated or transposed. Importantly, it does *not* raise an error whilst it's being traced, because at
-# that point we don't know whether the result will depend on it. (If it doesn't then JAX never transposes it.)
+# Applied to the tangent of `non_differentiable`: a linear identity raising an error when evaluated or
+# transposed. Importantly, it does *not* raise an error whilst being traced: only later is it known whether
+# the result depends on it. (If it doesn't then JAX never transposes it.)
 _forbidden_tangent_p = Primitive("non_differentiable_tangent")
 _forbidden_tangent_p.def_abstract_eval(lambda aval: aval)
 _forbidden_tangent_p.def_impl(_raise)
@@ -236,7 +232,7 @@ mlir.register_lowering(_forbidden_tangent_p, _raise)
 
 
 def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> None:
-    """Raises an error if the result of a linearised function depends on a tangent of `non_differentiable`.
+    """Raises an error if a linearised function's result depends on a tangent of `non_differentiable`.
 
     `linearize` only stages out the forbidden tangent, so without this check the error would only appear once
     the linearised function is called.

@@ -1,4 +1,4 @@
-"""Dataclasses that are pytrees."""
+"""Dataclasses as pytrees."""
 
 import dataclasses
 import functools
@@ -36,18 +36,18 @@ def field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> _T:
-    """Declares a field of a [`dataclass`][quaxlike.utils.dataclass]. This is like `dataclasses.field`, but
-    with an additional `static` argument.
+    """Declares a field of a [`dataclass`][quaxlike.utils.dataclass]: `dataclasses.field` with an additional
+    `static` argument.
 
     **Arguments:**
 
-    - `static`: whether the field is metadata that belongs to the pytree structure, rather than being a child.
-        Note that JAX compares structures using `==`. Default `False`.
+    - `static`: whether the field is metadata in the pytree structure rather than a child. JAX compares
+        structures using `==`. Default `False`.
     - the others: as for `dataclasses.field`.
 
     **Returns:**
 
-    The field. (Type checkers treat this as a value with the type of the field.)
+    The field. (Type checkers see a value of the field's type.)
 
     !!! example
 
@@ -94,7 +94,7 @@ def lens_field(
 
     **Returns:**
 
-    The field. (Type checkers treat this as a `LensField[T]`.)
+    The field. (Type checkers see a `LensField[T]`.)
 
     !!! example
 
@@ -169,7 +169,7 @@ def dataclass(
     slots: bool = False,
     weakref_slot: bool = False,
 ) -> Any:
-    """Turns a class into a standard dataclass that is also a pytree. By default the dataclass is frozen.
+    """Turns a class into a standard dataclass and a pytree. By default the dataclass is frozen.
 
     - Fields are children of the pytree, except for static ones (`static=True`), which are part of its
         structure. JAX compares structures, so static fields must not contain arrays and must not be mutated.
@@ -177,7 +177,7 @@ def dataclass(
     - When JAX rebuilds an instance, it sets the fields directly and does *not* call `__init__` or
         `__post_init__` again.
     - `==` compares arrays by shape, dtype and values, like `eqx.tree_equal`. It returns a single boolean,
-        which is traced if the arrays are traced. `hash` is consistent with this.
+        traced if the arrays are traced. `hash` is consistent with this.
     - Subclasses must be decorated as well. Decorating a class twice has no effect.
 
     **Arguments:**
@@ -233,9 +233,8 @@ def dataclass(
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
-        # `dataclasses` never overwrites a handwritten `__init__`, regardless of this flag. We pass
-        # `init=False` anyway, so that lenses can detect that they must copy an instance rather than calling
-        # its `__init__`.
+        # `dataclasses` never overwrites a handwritten `__init__`, regardless of this flag. Pass `init=False`
+        # anyway: it tells lenses to copy an instance rather than calling its `__init__`.
         cls = dataclasses.dataclass(cls, init=init and "__init__" not in before, **given)
         make_slot_lenses(cls)
         if eq and "__eq__" not in before:
@@ -295,8 +294,7 @@ def _register(cls: type[Any]) -> None:
         try:
             return get_children(obj), (children, static, get_static(obj))
         except AttributeError:
-            # Some of the fields might not be set, for example because `__post_init__` was skipped or hasn't
-            # run yet.
+            # Some fields may not be set, e.g. if `__post_init__` was skipped or hasn't run yet.
             some_children = tuple(name for name in children if hasattr(obj, name))
             some_static = tuple(name for name in static if hasattr(obj, name))
             structure = (some_children, some_static, _getter(some_static)(obj))
@@ -332,7 +330,7 @@ def _is_static(field: dataclasses.Field[Any]) -> bool:
 
 
 def _equal(self: Any, other: Any) -> Any:
-    """Implements `__eq__`. Like the arrays themselves, the result is traced if any of them is traced."""
+    """Implements `__eq__`. The result is traced if any of the arrays is."""
     if type(other) is not type(self):
         return NotImplemented
     names = [f.name for f in dataclasses.fields(self) if f.compare and not _is_static(f)]
@@ -353,7 +351,7 @@ def _equal(self: Any, other: Any) -> Any:
 
 
 def _hash_of(self: Any) -> int:
-    """Implements `__hash__`, so that instances which compare equal also have equal hashes."""
+    """Implements `__hash__`: equal instances have equal hashes."""
     fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
     static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
     leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
@@ -361,8 +359,7 @@ def _hash_of(self: Any) -> int:
 
 
 def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Stop at nested dataclasses and compare these as a whole, because their own `__eq__` might ignore some of
-    # the fields.
+    # Compare nested dataclasses as a whole: their own `__eq__` may ignore some of the fields.
     return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
 
 
@@ -396,7 +393,6 @@ def _leaf_hash(x: Any) -> int:
             f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
             "known yet. Hash it outside of jit, grad and vmap."
         )
-    # Adding zero normalises -0.0 to 0.0. (These two compare equal, but their bytes are different, and equal
-    # values must have equal hashes.)
+    # Adding zero normalises -0.0 to 0.0: these are equal, so they need equal hashes, but their bytes differ.
     values = _on_host(x) + np.zeros((), _on_host(x).dtype)
     return hash((x.shape, str(x.dtype), values.tobytes()))

@@ -1,7 +1,7 @@
 """Lenses, i.e. a getter together with a copying setter for some part of an object.
 
-A lens never mutates an object. Instead, `set` rebuilds each object along the path, so that any checks in
-`__post_init__` are also applied to the copy.
+A lens never mutates an object. Instead, `set` rebuilds each object along the path, so any checks in
+`__post_init__` also apply to the copy.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
-# Each step along the path of a lens is either an attribute or an item. We use the same classes as the key
-# paths of JAX, so that we can print the path using `jax.tree_util.keystr`.
+# Each step along the path of a lens is either an attribute or an item. These are the classes of JAX's key
+# paths, so `jax.tree_util.keystr` can print them.
 _Step = GetAttrKey | DictKey
 
 
@@ -30,7 +30,7 @@ class Lens(Generic[_S, _T]):
     """A lens on a part of type `T` inside objects of type `S`.
 
     For example, if `Point` has a [`LensField`][quaxlike.utils.LensField] called `x`, then `Point.x` is a
-    lens. The attributes and items of a lens are also lenses, which makes it easy to reach deeper parts:
+    lens. A lens's attributes and items are also lenses, making it easy to reach deeper parts:
     `Model.layers[0].bias`.
 
     **Methods:** `get`, `set`, `update` and `focus`.
@@ -47,24 +47,24 @@ class Lens(Generic[_S, _T]):
         return value
 
     def set(self, obj: _S, value: _T, /) -> _S:
-        """Returns a copy of `obj` in which this part is `value`. The original object is left unchanged.
+        """Returns a copy of `obj` with this part set to `value`. The original is left unchanged.
 
-        Any dataclasses along the path are rebuilt using `dataclasses.replace`, so that their `__post_init__`
-        is called. Fields with `init=False` keep their values if it doesn't set them. This isn't possible if
-        the `__init__` was handwritten (we don't know what arguments it expects), so in this case we make a
-        shallow copy instead. If it takes an `InitVar` without a default then a `TypeError` is raised.
+        Any dataclasses along the path are rebuilt using `dataclasses.replace`, which calls their
+        `__post_init__`. Fields with `init=False` keep their values unless it sets them. A handwritten
+        `__init__` expects unknown arguments, so such objects are copied shallowly instead. An `InitVar`
+        without a default raises a `TypeError`.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
     def update(self, obj: _S, f: Callable[[_T], _T], /) -> _S:
-        """Returns a copy of `obj` in which `f` has been applied to this part."""
+        """Returns a copy of `obj` with `f` applied to this part."""
         return self.set(obj, f(self.get(obj)))
 
     def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
-        """Composes this lens with another lens, or with a function that looks up attributes and items.
+        """Composes this lens with another lens, or with a function looking up attributes and items.
 
-        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same lens as `Model.mlp.layers[0]`. The difference
-        is that type checkers can infer its type.
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same lens as `Model.mlp.layers[0]`, but type
+        checkers can infer its type.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -76,7 +76,7 @@ class Lens(Generic[_S, _T]):
 
     def __getattr__(self, name: str) -> Lens[_S, Any]:
         # Python and notebooks look up names like `__array__` and `_repr_html_` to find out what an object
-        # supports. Don't return lenses for these, because it would look as if we supported everything.
+        # supports. Lenses for these would look like support for everything.
         if name.startswith("_"):
             raise AttributeError(name)
         return Lens(self._root, (*self._path, GetAttrKey(name)))
@@ -84,8 +84,8 @@ class Lens(Generic[_S, _T]):
     def __getitem__(self, key: Any) -> Lens[_S, Any]:
         return Lens(self._root, (*self._path, DictKey(key)))
 
-    # Without this, Python would fall back to calling `__getitem__` with 0, 1, 2, ..., and as this never
-    # raises an `IndexError`, the iteration would never terminate.
+    # Otherwise Python would iterate by calling `__getitem__` with 0, 1, 2, ... until an `IndexError`, i.e.
+    # forever.
     __iter__ = None
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
         return value
     step, rest = path[0], path[1:]
     if isinstance(step, GetAttrKey):
-        # Don't look up the last step, as it might be a field that hasn't been set yet.
+        # Don't look up the last step: its field may not be set yet.
         return _with_attribute(obj, step.name, _replaced(_child(obj, step), rest, value) if rest else value)
     return _with_item(obj, step.key, _replaced(_child(obj, step), rest, value))
 
@@ -134,8 +134,7 @@ def _rebuilt(obj: Any, name: str, value: Any) -> Any:
                 f"`dataclasses.replace(obj, {name}=…, {other.name}=…)`."
             )
     new = dataclasses.replace(obj, **{name: value})
-    # This doesn't pass on any fields with `init=False`. So keep their values, unless `__post_init__` has
-    # computed new ones.
+    # This drops fields with `init=False`. Keep their values, unless `__post_init__` has computed new ones.
     computes = hasattr(cls, "__post_init__")
     for other in dataclasses.fields(obj):
         if not other.init and _is_set(obj, other.name) and not (computes and _is_set(new, other.name)):
@@ -144,7 +143,7 @@ def _rebuilt(obj: Any, name: str, value: Any) -> Any:
 
 
 def _is_set(obj: Any, name: str) -> bool:
-    """Returns whether an instance has a value for a field, as opposed to just its class having a default."""
+    """Returns whether an instance has its own value for a field, not just its class's default."""
     if hasattr(obj, "__dict__") and name not in vars(obj):
         return False
     return hasattr(obj, name)
@@ -166,12 +165,11 @@ def _with_item(obj: Any, key: Any, value: Any) -> Any:
 
 
 class LensField(Generic[_T]):
-    """Annotates a dataclass field, so that it is a lens when accessed on the class. On instances it is still
-    a `T`.
+    """Annotates a dataclass field to be a lens on the class. On instances it is still a `T`.
 
     This works for classes decorated with [`dataclass`][quaxlike.utils.dataclass]. For any other dataclasses
     (such as `eqx.Module`s), inherit from [`HasLensFields`][quaxlike.utils.HasLensFields] as well. At run time
-    `LensField[T]` is just `Annotated[T, LensField]`, which means that run-time type checkers see a `T`.
+    `LensField[T]` is just `Annotated[T, LensField]`, so run-time type checkers see a `T`.
 
     Lenses come from functional programming; see J. N. Foster et al., "Combinators for bidirectional tree
     transformations", 2007.
@@ -208,11 +206,9 @@ class LensField(Generic[_T]):
 
 
 class HasLensFields:
-    """A base class that makes each [`LensField`][quaxlike.utils.LensField] of a dataclass available as a
-    lens.
+    """Base class turning each [`LensField`][quaxlike.utils.LensField] of a dataclass into a lens.
 
-    Note that this doesn't have a metaclass or any fields, so it can be combined with `eqx.Module` or any
-    other base class.
+    It has neither metaclass nor fields, so it combines with `eqx.Module` or any other base class.
 
     !!! example
 
@@ -236,12 +232,12 @@ class HasLensFields:
 
 
 class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
-    """A dataclass field that stays on its class as a descriptor, where it returns a lens.
+    """A dataclass field kept on its class as a descriptor returning a lens.
 
-    This relies on `dataclasses` looking up the class attribute twice. The first time around the field doesn't
-    have a name yet, and we return the field itself. `dataclasses` then sets its name and looks it up again.
-    (If it were to find a field at this point, then it would replace the class attribute by the default.) So
-    the second time around we return the default, which leaves the descriptor in place.
+    This relies on `dataclasses` looking up the class attribute twice. The first time, the field has no name
+    yet and returns itself. `dataclasses` then sets its name and looks it up again. (Finding a field now, it
+    would replace the class attribute by the default.) So the second lookup returns the default, leaving the
+    descriptor in place.
     """
 
     __slots__ = ()
@@ -255,7 +251,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
         return spec
 
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        # Python looks in the instance dictionary first, so if we get here then the field hasn't been set.
+        # Python looks in the instance dictionary first, so here the field hasn't been set.
         if instance is not None:
             if self.default is not dataclasses.MISSING:  # as an ordinary field has it on its class
                 return self.default
@@ -263,7 +259,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
         # Despite what the type stubs claim, the name is initially `None`.
         if cast("str | None", self.name) is None:
             return self
-        # This branch is also used to look up the default if a subclass annotates the same name again.
+        # This branch also looks up the default if a subclass annotates the same name again.
         if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
             if self.default is dataclasses.MISSING:
                 raise AttributeError(self.name)
@@ -272,7 +268,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
 
 
 class SlotLens:
-    """A descriptor wrapping a slot. It returns a lens on the class and the value of the slot on instances."""
+    """A descriptor wrapping a slot: a lens on the class, the slot's value on instances."""
 
     def __init__(self, name: str, slot: Any) -> None:
         self._name = name
@@ -291,9 +287,7 @@ class SlotLens:
 
 
 def make_lens_fields(cls: type[Any]) -> None:
-    """Turns every field annotated as `LensField` into a lens. This must be called before
-    `dataclasses.dataclass`.
-    """
+    """Turns every field annotated as `LensField` into a lens. Call this before `dataclasses.dataclass`."""
     if _is_processed(cls):
         return  # with `slots=True` the class is created twice, and this is the second time
     for name, annotation in inspect.get_annotations(cls).items():
@@ -306,9 +300,7 @@ def make_lens_fields(cls: type[Any]) -> None:
 
 
 def make_slot_lenses(cls: type[Any]) -> None:
-    """Puts back the lenses of a class with slots. (`dataclass(slots=True)` replaces them with slot
-    descriptors.)
-    """
+    """Restores a class's lenses after `dataclass(slots=True)` has replaced them with slot descriptors."""
     for field in dataclasses.fields(cls):
         slot = vars(cls).get(field.name)
         if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @checked
 def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
-    """Returns whether each item of `a` is in `b`. This is like `jnp.isin`, but uses a lookup table.
+    """Returns whether each item of `a` is in `b`. Like `jnp.isin`, but uses a lookup table.
 
     The table takes time and memory proportional to `a.size + b.size + max_item`.
 
@@ -27,8 +27,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
 
     - `a`: the items to look up, as integers of any shape.
     - `b`: the set, as integers of any shape.
-    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are never considered to be in
-        the set.
+    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are never in the set.
 
     **Returns:**
 
@@ -59,8 +58,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
         raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.") from None
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
-    # Items that are out of range are mapped to an additional entry at the end of the table. This entry is
-    # then reset to `False`, so that they're never found.
+    # Out-of-range items map to an additional entry at the end of the table, which is then reset to `False`.
     table = jnp.zeros(size + 1, bool).at[_rows("b", b, size)].set(True).at[size].set(False)
     return table[_rows("a", a, size)]
 
@@ -84,25 +82,24 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
 def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
     """Sums pytrees, with a rounding error that doesn't grow with the number of summands.
 
-    This computes the rounding error of each addition exactly, which we then use to compensate the sum. It
-    works even if a summand is larger than the running total, and under XLA's fast-math flags. Derivatives are
-    the same as for an ordinary sum. Integers don't have a rounding error, so they are summed without
-    compensation.
+    The rounding error of each addition is computed exactly, and then compensates the sum. This works even if
+    a summand is larger than the running total, and under XLA's fast-math flags. Derivatives are the same as
+    for an ordinary sum. Integers have no rounding error and are summed without compensation.
 
     This is Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
     1974) of Kahan's method ("Further remarks on reducing truncation errors", 1965).
 
     **Arguments:**
 
-    - `*summands`: at least one pytree. All of them must have the same structure, with leaves that broadcast
+    - `*summands`: at least one pytree. All of them must have the same structure, with leaves broadcasting
         against each other. Dtypes are promoted.
-    - `compensate`: the compensation that was returned from an earlier call. You should pass this if the first
-        summand is the sum from that call. Default: zero.
+    - `compensate`: the compensation from an earlier call. Pass this if the first summand is that call's sum.
+        Default: zero.
 
     **Returns:**
 
-    A pair `(sum, compensation)` of pytrees. Mathematically speaking, `sum - compensation` is the sum in a
-    higher precision.
+    A pair `(sum, compensation)` of pytrees. Mathematically, `sum - compensation` is the sum in a higher
+    precision.
 
     **Raises:**
 
@@ -164,16 +161,16 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
     total, *others = summands
     for summand in others:
         total, lost = _two_sum(total, summand)
-        # Use `_two_sum` here as well, because compilers could reassociate a plain sum.
+        # Compilers could reassociate a plain sum, so use `_two_sum` here as well.
         error, _ = _two_sum(error, lost)
-    # By this point the error might be as large as the total, so fold it back in before returning.
+    # By now the error may be as large as the total, so fold it back in.
     total, rest = _two_sum(total, error)
     # Subtract from zero, so that the compensation for an exact sum is 0.0 rather than -0.0.
     return _Sum(total, jnp.zeros_like(rest) - rest)
 
 
 def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the rounded sum, together with the exact value of its rounding error."""
+    """Returns the rounded sum and its exact rounding error."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         total = x + y
         return total, jnp.zeros_like(total)
@@ -191,25 +188,24 @@ def _two_sum_of_floats(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array
     larger = jnp.where(x_is_larger, x, y)
     smaller = jnp.where(x_is_larger, y, x)
     error = _opaque(_opaque(larger - total) + smaller)
-    # If the total is infinite then we have computed `inf - inf`, and would otherwise return NaN as the error.
+    # An infinite total makes the error `inf - inf`, i.e. NaN. Return zero instead.
     return total, jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error))
 
 
 @_two_sum_of_floats.defjvp
 def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # The total plus the error is exactly `x + y`, so this fixes the sum of their tangents. By convention we
-    # assign all of this to the total and none of it to the error.
+    # The total plus the error is exactly `x + y`, so this fixes the sum of their tangents. By convention all
+    # of it goes to the total.
     t = tangents[0] + tangents[1]
     return _two_sum_of_floats(*primals), (t, jnp.zeros_like(t))
 
 
 def _opaque(x: jax.Array) -> jax.Array:
-    """The identity function, written in such a way that compilers can't reassociate a sum across it.
+    """The identity function, across which compilers can't reassociate a sum.
 
-    In particular LLVM would do this under fast-math. We can't use `lax.optimization_barrier` as that has
-    already been removed at this point (in JAX 0.10). As a workaround, we replace the bit pattern for one
-    particular NaN by a different NaN. (There isn't a floating-point rule that would allow a compiler to
-    remove this.)
+    In particular LLVM does this under fast-math, by which point `lax.optimization_barrier` has already been
+    removed (in JAX 0.10). As a workaround, replace the bit pattern of one particular NaN by a different NaN.
+    (No floating-point rule allows a compiler to remove this.)
     """
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)

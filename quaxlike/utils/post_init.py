@@ -26,17 +26,17 @@ def _post_init_set_to(enabled: bool) -> Iterator[None]:
 
 
 def no_post_init() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which some `__post_init__` methods are skipped.
+    """Returns a context skipping some `__post_init__` methods.
 
     This only affects methods decorated with
-    [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. For example, you can use it to
+    [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. For example, use it to
     construct an object with placeholder values that wouldn't pass the usual checks. Contexts can be nested.
-    They affect only the current thread or asyncio task, and the previous setting is restored even if an error
-    is raised.
+    They affect only the current thread or asyncio task, and the previous setting is restored even after an
+    error.
 
     **Returns:**
 
-    A context manager, which can also be used as a decorator.
+    A context manager, also usable as a decorator.
 
     !!! example
 
@@ -65,7 +65,7 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 
     **Returns:**
 
-    A context manager, which can also be used as a decorator.
+    A context manager, also usable as a decorator.
 
     !!! example
 
@@ -85,8 +85,7 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 def skip_post_init_if_disabled(
     post_init: Callable[Concatenate[_T, _P], None],
 ) -> Callable[Concatenate[_T, _P], None]:
-    """Decorates a `__post_init__` method so that it is skipped under
-    [`no_post_init`][quaxlike.utils.no_post_init].
+    """Decorates a `__post_init__` method to be skipped under [`no_post_init`][quaxlike.utils.no_post_init].
 
     **Arguments:**
 

@@ -19,15 +19,14 @@ _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
     """Returns an infinite iterator of random keys.
 
-    Counting from zero, item `n` is equal to `fold_in(k, n)` for each `k` in `split(rng, prod(shape))`, and is
-    then reshaped to `shape`. In particular it depends only on `rng`, `shape` and `n`. Keys are computed
-    lazily, as they are requested.
+    Counting from zero, item `n` is `fold_in(k, n)` for each `k` in `split(rng, prod(shape))`, reshaped to
+    `shape`. In particular it depends only on `rng`, `shape` and `n`. Keys are computed lazily.
 
     **Arguments:**
 
-    - `rng`: a single key, which can be either new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
-    - `shape`: the shape of each item, as either an integer or a sequence of integers. Default `()`, i.e. each
-        item is a single key.
+    - `rng`: a single key, either new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
+    - `shape`: the shape of each item, as an integer or a sequence of integers. Default `()`, i.e. each item
+        is a single key.
 
     **Returns:**
 
@@ -68,8 +67,7 @@ def _chain(rng: jax.Array, shape: tuple[int, ...]) -> Iterator[jax.Array]:
     if isinstance(rng, Tracer):
         keys = jax.random.split(rng, math.prod(shape))
     else:
-        # We might be inside a transform when the first item is requested. The keys outlive that transform, so
-        # don't let it trace them.
+        # The first item may be requested inside a transform. The keys outlive it, so don't let it trace them.
         with jax.ensure_compile_time_eval():
             keys = jax.random.split(rng, math.prod(shape))
     n = 0

@@ -18,14 +18,13 @@ _T = TypeVar("_T")
 class ScatterArgs(TypedDict, total=False):
     """Options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
-    These are the same options as for `jax.Array.at[...].set`, and all of them are optional.
+    The same options as for `jax.Array.at[...].set`, all of them optional.
 
-    - `mode`: what to do with indices that are out of bounds. Either `"drop"` (the default, which is also
-        called `"fill"`), `"clip"`, or `"promise_in_bounds"`.
+    - `mode`: what to do with out-of-bounds indices. Either `"drop"` (the default, also called `"fill"`),
+        `"clip"`, or `"promise_in_bounds"`.
     - `wrap_negative_indices`: whether negative indices count from the end.
-    - `fill_value`: this is only used by `.at[...].get`, and so it is ignored here.
-    - `indices_are_sorted`, `unique_indices`: promises about the indices, which allow for a faster
-        implementation.
+    - `fill_value`: only used by `.at[...].get`, and ignored here.
+    - `indices_are_sorted`, `unique_indices`: promises about the indices, allowing a faster implementation.
     """
 
     mode: Literal["promise_in_bounds", "fill", "drop", "clip"]
@@ -37,7 +36,7 @@ class ScatterArgs(TypedDict, total=False):
 
 @runtime_checkable
 class HasScatterArgs(Protocol):
-    """A pytree node that specifies its own options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
+    """A pytree node with its own options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
     !!! example
 
@@ -64,17 +63,16 @@ class HasScatterArgs(Protocol):
 def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) -> _T:
     """Sets rows of every leaf in a pytree, i.e. `leaf.at[idxs].set(value_leaf, **args)`.
 
-    If a node has a `scatter_args` attribute, then these options are used for every node below it as well. In
-    case of a conflict, `args` takes precedence over the nodes, and outer nodes take precedence over inner
-    nodes.
+    A node's `scatter_args` also apply to every node below it. In case of a conflict, `args` takes precedence
+    over the nodes, and outer nodes over inner nodes.
 
     **Arguments:**
 
     - `item`: a pytree of JAX or NumPy arrays, each with shape `(n, *rest)`.
-    - `value`: a pytree with the same structure as `item`, with leaves that broadcast to `idxs.shape + rest`.
-        If this is just a Python number then it is used for every leaf.
+    - `value`: a pytree with the same structure as `item`, with leaves broadcasting to `idxs.shape + rest`. A
+        Python number is used for every leaf.
     - `idxs`: integers of any shape.
-    - `args`: options that apply to every leaf. Pass `{}` if you don't need any.
+    - `args`: options for every leaf. Pass `{}` if you don't need any.
 
     **Returns:**
 

@@ -22,22 +22,20 @@ _Closed = Any
 
 @checked
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wraps a function so that under `jax.vmap` it is run sequentially, using a `jax.lax.scan` over the
-    batch.
+    """Wraps a function to run sequentially under `jax.vmap`, using a `jax.lax.scan` over the batch.
 
-    This is useful for functions that can't be batched, or for which the batched version would use too much
-    memory. Derivatives of any order are also evaluated sequentially, in both forward and reverse mode. Note
-    that reverse mode recomputes the function, much like `jax.checkpoint`.
+    Use this for functions that can't be batched, or use too much memory when batched. Derivatives of any
+    order are also evaluated sequentially, in both forward and reverse mode. Reverse mode recomputes the
+    function, much like `jax.checkpoint`.
 
     **Arguments:**
 
-    - `func`: a function that maps pytrees to a pytree of arrays. It is traced every time it is called, and it
-        may close over tracers. It is an error for `func` to have a collective over an axis that is being
-        mapped.
+    - `func`: a function from pytrees to a pytree of arrays. It is traced on every call, and may close over
+        tracers. It must not have a collective over an axis being mapped.
 
     **Returns:**
 
-    A function that is the same as `func`, except under `jax.vmap`.
+    A function equal to `func`, except under `jax.vmap`.
 
     !!! example
 
@@ -102,7 +100,7 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _Closed) -> tuple[list[Any], list[Any]]:
-    # We use two separate calls so that reverse mode can evaluate the first and transpose the second.
+    # Two separate calls, so that reverse mode can evaluate the first and transpose the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
     tangents = [None if type(t) is ad.Zero else t for t in tangents]
     varying, fixed = eqx.partition(list(primals), [t is not None for t in tangents])
@@ -137,8 +135,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: _Closed) -> list[Any]:
     return [None if aval is None else next(found) for aval in linear]
 
 
-# Calls `jaxpr`, whose constants are never traced. The JVP and the transpose are each another call of this
-# primitive, so that derivatives are sequential as well.
+# Calls `jaxpr`, which has no traced constants. Its JVP and transpose are also calls of this primitive, so
+# derivatives are sequential as well.
 sequential_call_p = Primitive("sequential_call")
 sequential_call_p.multiple_results = True
 sequential_call_p.def_impl(_call)

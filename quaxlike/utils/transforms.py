@@ -72,14 +72,14 @@ def jit(
 ) -> Any:
     """Like `jax.jit`, but keeps the type of the function and can be used as a decorator with options.
 
-    At run time the result is the same object that `jax.jit` returns, including `.lower`, `.trace` and
-    `.clear_cache`. Type checkers however only see the type of the original function, so if you need one of
-    these then write e.g. `cast(jax.stages.Wrapped, f).lower(x)`.
+    At run time this returns the same object as `jax.jit`, including `.lower`, `.trace` and `.clear_cache`.
+    Type checkers however only see the original function's type: to use one of these, write e.g.
+    `cast(jax.stages.Wrapped, f).lower(x)`.
 
     **Arguments:**
 
     - `fn`: the function or method to compile. Omit this to get a decorator with options.
-    - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
+    - the others: as for `jax.jit`, with the same defaults. Only options differing from their default are
         passed on.
 
     **Returns:**
@@ -147,15 +147,14 @@ def vectorize(
 
     **Arguments:**
 
-    - `pyfunc`: a function that acts on arrays with the core shapes. Omit this to get a decorator with
-        options.
-    - `excluded`: the indices or names of any arguments that should not be mapped over. Default: none.
+    - `pyfunc`: a function on arrays with the core shapes. Omit this to get a decorator with options.
+    - `excluded`: the indices or names of any arguments not to map over. Default: none.
     - `signature`: the core shapes, for example `"(m,n),(n)->(m)"`. By default every argument is a scalar.
 
     **Returns:**
 
-    A function whose arguments can have additional leading axes, which are broadcast against each other. If
-    `pyfunc` is omitted then this is a decorator instead.
+    A function accepting additional leading axes, broadcast against each other. If `pyfunc` is omitted, a
+    decorator instead.
 
     **Raises:**
 
@@ -183,7 +182,7 @@ def vectorize(
             if not kwargs and not has_names:
                 return mapped(*args)
             # `jnp.vectorize` only maps over positional arguments and silently drops the rest, so make as many
-            # of the arguments positional as we can.
+            # of the arguments positional as possible.
             args, kept, indices = _by_position(fun, args, kwargs, excluded)
             bound = functools.partial(fun, **kept)
             return jnp.vectorize(bound, excluded=indices, signature=signature)(*args)
@@ -208,8 +207,7 @@ def _by_position(
     by_position += args[len(parameters) :]
     indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
-    # If an earlier parameter was omitted then we had to fill it in with its default, which shouldn't be
-    # mapped over.
+    # Earlier parameters that were omitted are filled in with their defaults. Don't map over these.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
@@ -251,8 +249,7 @@ def shard_map(
     - `f`: the function to apply to each shard.
     - `out_specs`: a pytree prefix of `PartitionSpec`s for the result.
     - `in_specs`: a pytree prefix of `PartitionSpec`s for the tuple of arguments. By default these are
-        inferred from how the arguments are sharded. (Note that this is only available for mesh axes of type
-        `Explicit`.)
+        inferred from the shardings of the arguments. (Only available for mesh axes of type `Explicit`.)
     - `mesh`: the mesh to use. By default this is the current mesh from `jax.set_mesh`.
     - `axis_names`: the mesh axes over which `f` is manual. Default: all of them.
     - `check_vma`: whether JAX should check that outputs are replicated if `out_specs` claims so. Default
@@ -260,12 +257,12 @@ def shard_map(
 
     **Returns:**
 
-    A function that acts on whole arrays.
+    A function on whole arrays.
 
     **Raises:**
 
     - `ValueError`: if `in_specs` is omitted and one of the mesh axes is of type `Auto`.
-    - `TypeError`: if a keyword-only argument is passed, as `in_specs` has no way of describing these.
+    - `TypeError`: if a keyword-only argument is passed: `in_specs` cannot describe these.
 
     !!! example
 
@@ -331,8 +328,7 @@ def linearize(
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
 @checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """Like `jax.linearize`, but with precise types. Returns the value of a function together with its linear
-    derivative.
+    """Like `jax.linearize`, but with precise types. Returns a function's value and its linear derivative.
 
     **Arguments:**
 

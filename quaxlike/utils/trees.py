@@ -20,7 +20,7 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, *NUMBER)
 
 @runtime_checkable
 class PyTreeDef(Protocol[_T]):
-    """The structure of a pytree of type `T`. This is a typed version of `jax.tree_util.PyTreeDef`.
+    """The structure of a pytree of type `T`: a typed version of `jax.tree_util.PyTreeDef`.
 
     !!! example
 
@@ -35,11 +35,11 @@ class PyTreeDef(Protocol[_T]):
     @property
     def num_leaves(self) -> int: ...
     def flatten_up_to(self, xs: _T, /) -> list[Any]:
-        """Returns the parts of `xs` that correspond to the leaves of this structure."""
+        """Returns the parts of `xs` corresponding to this structure's leaves."""
         ...
 
     def unflatten(self, leaves: Iterable[Any], /) -> _T:
-        """Returns the pytree that has this structure and the given leaves."""
+        """Returns the pytree with this structure and the given leaves."""
         ...
 
 
@@ -69,8 +69,7 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A pytree node that customises how [`tree_map`][quaxlike.utils.tree_map] matches it with its
-    counterparts.
+    """A pytree node customising how [`tree_map`][quaxlike.utils.tree_map] matches it with its counterparts.
 
     !!! example
 
@@ -92,7 +91,7 @@ class SupportsTreeMatch(Protocol):
     """
 
     def __tree_match__(self: _T, *others: _T) -> tuple[_T, ...]:
-        """Returns this node and its counterparts from the other pytrees, modified so that they match."""
+        """Returns this node and its counterparts from the other pytrees, modified to match."""
         ...
 
 
@@ -103,16 +102,15 @@ def tree_map(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """Like `jax.tree.map`, but nodes that define `__tree_match__` are first matched with their counterparts.
+    """Like `jax.tree.map`, but nodes with a `__tree_match__` are first matched with their counterparts.
 
-    If `tree` contains such a node and there are other pytrees, then the node and its counterparts are
-    replaced by the result of `node.__tree_match__(*counterparts)`. We then do the same for their children,
-    recursively.
+    If there are other pytrees, then each node like this in `tree` and its counterparts are replaced by
+    `node.__tree_match__(*counterparts)`. The same then happens to their children, recursively.
 
     **Arguments:**
 
-    - `fn`: a function that accepts one leaf from each pytree.
-    - `tree`: a pytree. This also determines the structure of the result.
+    - `fn`: a function of one leaf from each pytree.
+    - `tree`: a pytree. Also determines the structure of the result.
     - `*trees`: other pytrees. After matching, these must have the same structure as `tree`.
     - `is_leaf`: a predicate. Nodes for which it returns `True` are treated as leaves, for example
         `ql.is_value`. Default: none.
@@ -158,8 +156,7 @@ def map_with_path(
                 nodes = _matched(path, *nodes)
             if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
                 return fn(path, *nodes)
-            # Continue inside the node. We've already matched it, so it mustn't stop the traversal a second
-            # time.
+            # Continue inside the node. It is already matched, so it mustn't stop the traversal a second time.
             return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
@@ -191,7 +188,7 @@ def _matched(path: tuple[Any, ...], node: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def at(path: tuple[Any, ...]) -> str:
-    """Formats a path for use in an error message, for example as " at ['a']". This is empty for the root."""
+    """Formats a path for an error message, for example as " at ['a']". Empty for the root."""
     return f" at {keystr(path)}" if path else ""
 
 
@@ -205,7 +202,7 @@ def tree_stack(*trees: _T) -> _T:
 
     **Returns:**
 
-    The pytree of stacked leaves, each of which has shape `(len(trees), *shape)`.
+    The pytree of stacked leaves, each with shape `(len(trees), *shape)`.
 
     **Raises:**
 
@@ -230,7 +227,7 @@ def tree_concat(*trees: _T) -> _T:
 
     **Arguments:**
 
-    - `*trees`: at least one pytree. All of them must have the same structure, with shapes that differ only in
+    - `*trees`: at least one pytree. All of them must have the same structure, with shapes differing only in
         axis 0. Dtypes are promoted.
 
     **Returns:**
@@ -263,7 +260,7 @@ def tree_concat(*trees: _T) -> _T:
 
 @checked
 def tree_zeros_like(tree: _T) -> _T:
-    """Creates a pytree of zeros that have the same shapes and dtypes as the leaves of another pytree.
+    """Creates a pytree of zeros with the shapes and dtypes of another pytree's leaves.
 
     **Arguments:**
 
@@ -290,17 +287,17 @@ def tree_zeros_like(tree: _T) -> _T:
 
 @checked
 def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
-    """Selects between two pytrees, using a condition that is broadcast over any trailing axes.
+    """Selects between two pytrees, using a condition broadcast over any trailing axes.
 
     (NumPy-style broadcasting would add the missing axes at the front instead.)
 
     **Arguments:**
 
     - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to this shape until
-        it has the same rank as the leaf.
+        it has the leaf's rank.
     - `tree1`: the values to use if `accept` is true. Its leaves must have shape `(*batch, ...)`.
     - `tree2`: the values to use if `accept` is false. It must have the same structure as `tree1`, with leaves
-        that broadcast with those of `tree1`.
+        broadcasting with those of `tree1`.
 
     **Returns:**
 
@@ -338,9 +335,7 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
-    """Maps a function over arrays. If this raises an error, then its message mentions the name of the
-    function and the path to the leaf.
-    """
+    """Maps a function over arrays. Errors mention the function's name and the path to the leaf."""
     if not trees:
         raise TypeError(f"{name} needs at least one tree, found none.")
 
@@ -359,9 +354,9 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
 
 @contextlib.contextmanager
 def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
-    """Adds the path, shapes and dtypes to any errors about arrays that don't match."""
+    """Adds the path, shapes and dtypes to any errors about mismatched arrays."""
     try:
         yield
-    except (TypeError, ValueError) as error:  # JAX could raise either of these
+    except (TypeError, ValueError) as error:  # JAX may raise either
         found = ", ".join(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves)
         raise ValueError(f"{name}: the leaves{at(path)} do not fit ({found}): {error}") from error
