@@ -310,15 +310,17 @@ _INTRODUCTION = """\
 After this page, you know what memory a device needs for large models, and what devices send each other,
 before you have these devices.
 
-`python -m benchmarks.jobs --record` wrote it (`pip install '.[kernels-check]'` brings the compilers). XLA
-compiled the programs for machines that were not there: the bytes are what it planned, and nothing was run or
+`python -m benchmarks.jobs --record` wrote this page (`pip install '.[kernels-check]'` brings the compilers).
+XLA compiled the programs for machines that were not there. The bytes are what it planned; nothing was run or
 timed. `python -m benchmarks.jobs --check` fails if they drift.
 
-“QLoRA” is a step of `quaxlike.lm.finetune --fsdp --remat` with adapters of rank 16 on all linear layers, on a
-text of 2,048 tokens for each device. Its weights are in NF4, doubly quantised; embedding and output layer are
-in bfloat16. “Decode” is a token of each of eight texts with room for 4,000, with layers divided by
-`tensor_parallel`. All figures are those of one device. Exchanged bytes are results of collectives, those in
-loops each time. A dense copy is an array as large as a weight of all layers in floating point.
+- **QLoRA** is a step of `quaxlike.lm.finetune --fsdp --remat` on a text of 2,048 tokens for each device.
+  Adapters of rank 16 are on all linear layers. Weights are in NF4, doubly quantised; embedding and output
+  layer are in bfloat16.
+- **Decode** is a token of each of eight texts with room for 4,000. `tensor_parallel` divides the layers.
+
+All figures are for one device. Exchanged bytes are results of collectives, in loops each time. A dense copy
+is a floating-point array as large as a weight of all layers.
 
 With TPUs at hand, JAX tells the compiler how to divide kernels between devices; without them, libtpu refuses
 this. So there are no figures for TPUs, and of their jobs only the decode step of 8B was recorded.
