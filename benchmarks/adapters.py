@@ -261,7 +261,8 @@ def page(figures: Sequence[Figures], without: float, versions: str) -> str:
 _INTRODUCTION = f"""\
 # Ways to adapt, compared
 
-After this page, you know what each [way to adapt](types/adapters.md) a model costs and learns on a small task.
+After this page, you know what each [way to adapt](types/adapters.md) a model costs and learns on a small
+task.
 
 `python -m benchmarks.adapters --record` wrote it. A small vision transformer (width {WIDTH}, {DEPTH} layers)
 was trained on upright digits. Each way adapts it to digits turned by a right angle.
@@ -269,8 +270,8 @@ was trained on upright digits. Each way adapts it to digits turned by a right an
 - **Size** (rank, block, …) is chosen so that the number of trained parameters is nearest to that of LoRA with
   rank {RANK}.
 - **Learning rate** is the best of {len(RATES)} on part of the training set.
-- **Accuracy** is on held-out digits after {STEPS} steps with batches of {BATCH}: mean and standard deviation of
-  {SEEDS} runs.
+- **Accuracy** is on held-out digits after {STEPS} steps with batches of {BATCH}: mean and standard
+  deviation of {SEEDS} runs.
 - **Temporaries** are what XLA plans for one step, besides weights, adapters and the optimiser's state.
 """
 _NOTES = """\
