@@ -261,22 +261,27 @@ def page(figures: Sequence[Figures], without: float, versions: str) -> str:
 _INTRODUCTION = f"""\
 # Ways to adapt, compared
 
-After this page, you know what each way to adapt a model costs and learns on a small task.
+After this page, you know what each [way to adapt](types/adapters.md) a model costs and learns on a small
+task.
 
-`python -m benchmarks.adapters --record` wrote it. A small vision transformer (width {WIDTH}, {DEPTH} layers),
-which knows upright digits, is adapted to digits that are turned by a right angle. Each way has the size
-(rank, block, …) whose number of trained parameters is nearest to that of LoRA of rank {RANK}, and the best of
-{len(RATES)} learning rates on a part of the training set. Accuracy is that on held-out digits after {STEPS}
-steps of {BATCH} digits: the mean and the standard deviation of {SEEDS} runs.
+`python -m benchmarks.adapters --record` wrote it. A small vision transformer (width {WIDTH}, {DEPTH} layers)
+was trained on upright digits. Each way adapts it to digits turned by a right angle.
+
+- **Size** (rank, block, …) is chosen so that the number of trained parameters is nearest to that of LoRA with
+  rank {RANK}.
+- **Learning rate** is the best of {len(RATES)} on part of the training set.
+- **Accuracy** is on held-out digits after {STEPS} steps with batches of {BATCH}: mean and standard
+  deviation of {SEEDS} runs.
+- **Temporaries** are what XLA plans for one step, besides weights, adapters and the optimiser's state.
 """
 _NOTES = """\
-Without adaptation, {without:.1%} are right. A task as small as this one does not tell which way is best for a
-language model. Where the largest learning rate was the best, a larger one may be better: C³A divides its
-numbers by that of the inputs, and learns slowly.
+Without adaptation, {without:.1%} are right. This task is too small to tell which way is best for a
+language model. Where the largest learning rate was the best, a larger one may be better. C³A divides its
+parameters by the number of inputs, and learns slowly.
 
-Temporaries are what XLA plans for one step, besides weights, adapters and the optimiser's state. Times are
-medians ({versions}).
-The rows were measured one after the other: only large differences mean something.
+Times are medians
+({versions}).
+The rows were measured one after the other, so only large differences mean something.
 """
 
 

@@ -87,16 +87,19 @@ def _time(seconds: tuple[float, float]) -> str:
 _INTRODUCTION = """\
 # Kernels on GPUs and TPUs
 
-After this page, you know how long products take on the devices that the kernels were measured on.
+After this page, you know how long [products](kernels.md) take on the devices measured so far.
+[Performance](performance.md#kernels-on-a-gpu) says what is known of other devices.
 
-`python -m benchmarks.gpu --json` wrote it. In a checkout on a machine with a GPU or a TPU, it takes 8 minutes
-(`--minutes`). With `--json rows.json` it writes the rows to a file of yours, which `--add rows.json` puts on
-this page; [a notebook](notebooks/kernels.ipynb) measures on Colab.
+`python -m benchmarks.gpu --json` wrote it. On your GPU or TPU, run
+`python -m benchmarks.gpu --json rows.json` in a checkout. This takes 8 minutes (`--minutes`) and writes the
+rows to a file. `--add rows.json` puts them on this page. [A notebook](notebooks/kernels.ipynb) measures on
+Colab.
 
-Every product is measured alternately with what it is compared to, on weights that are in no cache, and its
-result is checked on fresh random inputs. Times are medians ± half the range between the quartiles. The ratio
-is the other's time divided by ours: above 1, quaxlike takes less time. “Must” and “goal” are ratios that the
-project aims at. “XLA” is its product with the weight in bfloat16. The error is the relative distance from the
-product in float32.
+Each product and its baseline (“beside”) take turns, on weights that are in no cache. Results are checked on
+fresh random inputs. `M` counts the rows of `x`.
 
-[Performance](performance.md#kernels-on-a-gpu) says what is known of other devices."""
+- Times are medians ± half the range between the quartiles.
+- The ratio is the baseline's time divided by quaxlike's: above 1, quaxlike takes less time.
+- “Must” and “goal” are the project's targets for the ratio.
+- “XLA” is its product with the weight in bfloat16.
+- The error is the relative distance from the float32 product."""

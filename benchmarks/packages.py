@@ -116,25 +116,27 @@ TEXT = """\
 After this page, you know which functions of other packages take any kind of array, and why some do not.
 
 `python -m benchmarks.packages --record` wrote it. It calls
-[`check_program`](testing.md#does-my-function-take-any-array) on public functions: each runs on six kinds of
-Values in place of its arrays, eagerly and under `jit`, `vmap`, `jvp` and `grad`, with `quaxify` around and
-within a `jit` and within another `quaxify`, and has to give the results of the same arrays (JAX {jax}). A
-check is one kind of Values in one argument, or in all, under all transforms that arrays go through.
+[`check_program`](testing.md#does-my-function-take-any-array) on public functions, with six kinds of
+[Values](index.md) in place of arrays. The results must be those of the same arrays (JAX {jax}):
 
-Layers are functions of their weights and inputs, optimisers of parameters and gradients, for two steps.
-Solvers run on three kinds.
+- eagerly, and under `jit`, `vmap`, `jvp` and `grad`;
+- with `quaxify` around a `jit`, within one, and within another `quaxify`.
+
+A check is one kind of Values in one argument, or in all, under all these transforms that arrays support.
+Layers are functions of weights and inputs. Optimisers are functions of parameters and gradients, for two
+steps. Solvers run on three kinds.
 
 | package | functions | run | checks | pass |
 | --- | --- | --- | --- | --- |
 {counts}
 
-## Those that do not, and why
+## Functions that fail, and why
 
 | package | function | checks that fail | at | kinds of Values; transforms: the first reason |
 | --- | --- | --- | --- | --- |
 {reasons}
 
-## Those that do
+## Functions that pass
 
 {running}
 """

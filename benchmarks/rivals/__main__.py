@@ -205,7 +205,7 @@ def page(records: Mapping[str, Record]) -> str:
         for on, record in records.items()
     ]
     if above := list(_above(records)):
-        parts.append("\n".join(["Above what is aimed at:", "", *above]))
+        parts.append("\n".join(["Why rows are above their targets:", "", *above]))
     if len(apart := list(_table(records, apart=True))) > 2:
         parts += [_APART, _lines(apart)]
     return "\n\n".join(parts) + "\n"
@@ -270,19 +270,21 @@ def _above(records: Mapping[str, Record]) -> Iterator[str]:
 
 _PICTURE = "![Ratios on one core, with their ranges](assets/rivals.png){ .narrow }"
 _INTRODUCTION = """\
-# Beside what users would pick instead
+# Whole jobs, compared with rivals
 
 After this page, you know how long whole jobs take on a CPU with quaxlike, and with what you would pick
 instead.
 
 `python -m benchmarks.rivals --record` wrote it; `--only TEXT --cores N` measures single rows. Both sides read
 the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of {size.width}), and
-the same tokens. Each is a process of its own; they take turns. A number is the median of ours ÷ theirs: below
-1, quaxlike takes less time. “At most” is what the project aims at, and “on 1” is on one core. The seconds of
-both, and their ranges, are in `benchmarks/rivals.json`.
+the same tokens. Each is a process of its own; they take turns.
 
-“Load and 32 tokens” times a whole process. It and “second start” are second runs: the programs that the first
-run compiled are in the commands' cache.\
+- A number is the median of quaxlike's time ÷ the other's: below 1, quaxlike takes less time.
+- “At most” is the project's target, and “on 1” is on one core.
+- “Load and 32 tokens” times a whole process. It and “second start” are second runs, so the commands' cache
+  has the compiled programs.
+
+The seconds of both sides, and their ranges, are in `benchmarks/rivals.json`.\
 """
 _APART = """\
 ## Where the other is slow

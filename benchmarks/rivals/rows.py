@@ -79,12 +79,13 @@ _FORMS: tuple[tuple[str, dict[str, str], float], ...] = (
     (" in int8", {"compute": "int8"}, 1.0),
 )
 _PRODUCT = (
-    "llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in bfloat16, each "
-    "of which is multiplied; on several cores its threads spin from one product to the next, and ours sleep"
+    "llama.cpp rounds the inputs of a product to 8 bits. Here three bytes of each are multiplied, or two in "
+    "bfloat16. On several cores, its threads spin between products, and ours sleep"
 )
+_PROMPT = "inputs of products stay in float32 or bfloat16. llama.cpp rounds them to 8 bits"
 _ROUNDED = (
-    "products round as llama.cpp's do, but are about half of a token's time: what XLA runs between them is "
-    "the rest; and a prompt is filled up to at least 16 tokens"
+    "products round as llama.cpp's do, but are only about half of a token's time. XLA's work between them is "
+    "the rest. A prompt is padded to at least 16 tokens"
 )
 _STEP = "products of many rows in bfloat16 are left to XLA's library"
 
@@ -93,7 +94,7 @@ ROWS: tuple[Row, ...] = (
     *_token("bf16 at 450 tokens", "transformers", (0.95, 1.0), length=450),
     *_token(
         "float32", "transformers", (0.47, 0.48), dtype="float32",
-        why="bound by memory: either side reads all weights, 4 bytes each, for each token",
+        why="memory is the bound. Both sides read all weights, 4 bytes each, for each token",
     ),
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
@@ -106,7 +107,7 @@ ROWS: tuple[Row, ...] = (
             *((kind, {"file": kind}, _PRODUCT) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
             (
                 "Q4_0 at 450 tokens", {"file": "Q4_0", "length": 450},
-                f"{_PRODUCT}; its cache of keys and values is float16, here of the model's dtype",
+                f"{_PRODUCT}. Its cache of keys and values is float16, ours the model's dtype",
             ),
         )
         for form, of_ours, limit in _FORMS
@@ -115,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         Row(
             f"GGUF {kind}{form}, a prompt of {length}", "llama.cpp", "prefill", "llama_prefill", 0.9,
             {"file": kind, "length": length}, of_ours,
-            why=_ROUNDED if "compute" in of_ours else _PRODUCT,
+            why=_ROUNDED if "compute" in of_ours else _PROMPT,
         )
         for length in (8, 128, 512)
         for kind in GGUF
@@ -128,7 +129,7 @@ ROWS: tuple[Row, ...] = (
     Row("QLoRA, a step", "PEFT", "step", "step", 0.85, {"quantize": "nf4"}, why=_STEP),
     Row(
         "QLoRA, compilation of a step", "our LoRA", "compilation", "ours.compilation", 1.1,
-        of_ours={"quantize": "nf4"}, why="weights are decoded in the program, which is longer for it",
+        of_ours={"quantize": "nf4"}, why="the program also decodes weights, so it is longer",
     ),
     *(
         Row(

@@ -1,4 +1,4 @@
-// An XLA FFI handler on CPUs, for products of a few rows with a weight stored as compressed sparse rows.
+// An XLA FFI handler on CPUs, for products of a few rows with a weight stored as compressed sparse rows (CSR).
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -12,7 +12,7 @@ struct Csr {
 };
 // Multiplies rows `begin` to `end` of the weight by `count` <= P rows of x, which are interleaved as `x[k * P + p]`.
 // Elements are accumulated into several independent sums, so that no addition has to wait for the previous one.
-// x has a zero after its columns, for padding. (A branch for each element would take longer than its product.)
+// x has a zero after its columns, for padding. (Branching on each element would take longer than multiplying it.)
 template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count, float* y, int64_t begin, int64_t end) {
   typedef float Vector __attribute__((vector_size(16)));
   using Terms = std::conditional_t<P == 1, float, Vector>;
@@ -37,7 +37,7 @@ template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count,
     Terms sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     float found[P];
     memcpy(found, &sum, sizeof sum);
-    if (!std::all_of(found, found + P, [](float y) { return std::isfinite(y); })) {  // perhaps by elements of no column
+    if (!std::all_of(found, found + P, [](float y) { return std::isfinite(y); })) {  // perhaps due to padding
       sum = Terms{};
       for (i = first; i < last; i++)
         if (uint32_t(column[i]) < columns) sum += term(i);
@@ -54,7 +54,7 @@ ffi::Error csr_multiply(ffi::ThreadPool pool, F32 x, F32 data, S32 column, S32 r
   if (int64_t(row_ptr.element_count()) != rows + 1 || int64_t(column.element_count()) != elements || y->dimensions()[0] != m)
     return ffi::Error::InvalidArgument("operands do not fit the rows of a sparse weight");
   const Csr w{data.typed_data(), column.typed_data(), row_ptr.typed_data(), rows, columns, elements};
-  // If x has several rows, then these are interleaved and multiplied four at a time.
+  // If x has several rows, these are interleaved and multiplied four at a time.
   const int64_t together = m > 1 ? 4 : 1, size = (columns + 1) * together;
   std::vector<float> of_x(up(m, together) * size);
   for (int64_t p = 0; p < m; p++)

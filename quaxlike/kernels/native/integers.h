@@ -1,9 +1,10 @@
 // Products of one row of x with integer codes, as sums of byte products. product.cc includes this file.
 //
 // Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), with byte digits a, b and c. The error is less
-// than 2^-20 of the largest column. If x is bfloat16, they are written as scale * (a * 2^s + b), with an error
-// of 2^-(2s-1), where s is `kShift`. If x is rounded to 8 bits (rounded.h), they are scale * a. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
-// 255, minus their bias, times such a digit stay below 2^31.
+// than 2^-20 of the largest column. If x is bfloat16, they are written as scale * (a * 2^s + b), with an error of
+// 2^-(2s-1), where s is `kShift`. If x is rounded to 8 bits (rounded.h), they are written as scale * a. Byte products
+// are summed exactly, in 32-bit integers. Each sum has at most eight codes up to 255 (minus their bias), times such a
+// number, and so stays below 2^31.
 //
 // If x is bfloat16, we also support codes of at most 4 bits with arbitrary values (NF4). Each value is written
 // as scale * (h * 2^s + l), with an error of at most 2^-2s of the largest value. We then compute three out of the four
@@ -17,10 +18,10 @@ namespace integers {
 constexpr int64_t kUnit = 32;
 struct Digits {  // of a row of x
   int count;                    // three, two or one
-  std::vector<int8_t> of;       // of each step: vectors of a, of b and of c
-  std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds; of each digit, for codes of two bytes
-  std::vector<float> scale;     // of each unit
-  std::vector<float> sum;       // of each run of the weight: the sum of x, as represented by its digits
+  std::vector<int8_t> of;       // for each step: vectors of a, b and c
+  std::vector<int32_t> bias;    // for each lane of a step (and each digit, if codes have two bytes): what the bias adds
+  std::vector<float> scale;     // for each unit
+  std::vector<float> sum;       // for each run of the weight: the sum of x, as represented by its digits
 };
 
 // The conversion of codes to bytes, which is either `code ^ flip` or `bytes[code]`. Values are then given by
@@ -33,7 +34,7 @@ struct Codes {
   alignas(64) uint8_t bytes[64] = {}, low[64] = {};
 };
 
-// Whether products of one row of x take this weight's columns and blocks.
+// Returns whether products of one row of x support this weight's columns and blocks.
 inline bool in_steps(const Weight& w) { return w.columns % 64 == 0 && (w.run % kUnit == 0 || w.run == 16); }
 Codes codes_of(const Weight& w, bool may_round, int shift) {
   const Format& f = w.format;
@@ -99,7 +100,7 @@ constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
 // The number of bits per digit. AVX2 adds pairs of products in 16 bits, which would overflow for 8-bit digits.
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
 constexpr int shift(int digits) { return digits == 3 ? 7 : digits == 2 ? kShift : 8; }
-// Whether bytes are signed for AVX2: pairs of products of digits with 8 bits and of unsigned bytes would overflow.
+// Whether to use signed bytes. For AVX2, pairs of products of unsigned bytes and 8-bit digits would overflow.
 constexpr bool turns(int64_t bits, int digits, bool looked_up) { return QL_SET == AVX2 && digits == 1 && (bits == 8 || looked_up); }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
 QL_BYTES_INLINE I lanes() {
@@ -150,7 +151,7 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Byte
     codes[0] = _mm512_multishift_epi64_epi8(read(places<B>.bits), words) & low;
   }
 }
-// Moves the scales of a step (of which there are at most eight) to the lanes that they apply to.
+// Moves the scales of a step (at most eight) to the lanes that they apply to.
 QL_BYTES_INLINE F spread(const float* scale, I of) { return chosen(_mm512_broadcast_f32x8(_mm256_loadu_ps(scale)), of); }
 #else
 typedef __m256i Bytes;
@@ -194,7 +195,7 @@ template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int
   }
   return sum;
 }
-// A step's codes are loaded as two parts of 8 or 16 bytes, the second of which ends where the codes end. These are
+// A step's codes are loaded as two parts of 8 or 16 bytes, with the second one ending where the codes end. These are
 // the bytes that make up the 16-bit words of eight codes, and the factors that shift a code to the top of its word.
 template <int B> constexpr int kSecond = 4 * B - (B < 4 ? 8 : 16);
 template <int B> struct Words {

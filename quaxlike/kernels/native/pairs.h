@@ -1,9 +1,9 @@
-// Products of a few bfloat16 rows of x, for which values are rounded to bfloat16 and multiplied in pairs using AVX-512
-// BF16. (Which not all processors with AVX-512 support.) Included by product.cc.
+// Products of a few bfloat16 rows of x. Values are rounded to bfloat16, and multiplied in pairs using AVX-512 BF16.
+// (Not all processors with AVX-512 support this.) product.cc includes this file.
 #pragma once
 namespace {
-// The instructions are written as assembly, because compilers do not inline functions for fewer instructions (such as
-// `avx512::walk`) into functions for more.
+// Use assembly, because compilers do not inline functions into functions targeting more instructions. (We need to
+// inline `avx512::walk`.)
 #define QL_WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 namespace pairs {
 QL_WIDE inline __attribute__((always_inline)) __m512i rounded(__m512 low, __m512 high) {  // to bfloat16

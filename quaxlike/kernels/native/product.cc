@@ -5,8 +5,8 @@
 // We start by converting a row's scales and offsets to float32 from whichever form they are stored in. After this, we
 // unpack vectors of codes, look up or convert their values, scale them, and multiply them by rows of x or store them.
 //
-// This file includes itself, so as to compile everything below `#else` once for each instruction set. As we use the
-// vector extensions of GCC and Clang, instruction sets only differ in how codes are unpacked and looked up.
+// This file includes itself, so as to compile everything below `#else` once for each instruction set. We use the vector
+// extensions of GCC and Clang, so instruction sets only differ in how codes are unpacked and looked up.
 #ifndef QL_NAME
 #include <cstring>
 #include <vector>
@@ -153,7 +153,7 @@ std::vector<const Set*> sets() {
 }
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 }  // namespace
-#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
+#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // compilers and assemblers supporting all of AVX-512
 #define QL_MORE
 #endif
 #include "integers.h"
@@ -166,7 +166,7 @@ namespace {
 bool has_vnni() { return QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set; }
 #endif
 #if defined(__x86_64__)
-// This processor's byte products; null if it has none.
+// Returns the products of one row using bytes, or null if this processor has none.
 const integers::Functions* by_bytes() {
 #ifdef QL_MORE
   if (has_vnni()) return &avx512::integers::functions;
@@ -174,7 +174,7 @@ const integers::Functions* by_bytes() {
   return &set() == &plain::set ? nullptr : &avx2::integers::functions;
 }
 #endif
-// Those with several rows of x, fastest last.
+// Returns the products of several rows using bytes, in order of increasing speed.
 std::vector<const rounded::Functions*> by_rounding() {
   std::vector<const rounded::Functions*> found = {&plain::rounded::functions};
 #if defined(__x86_64__)
@@ -227,12 +227,12 @@ bool read_product(const ffi::RemainingArgs& args, const Format& format, ffi::Any
   fetch(w.codes, std::min(w.bytes, distance(0)));
   return y.dimensions()[0] == x.dimensions()[0] && y.dimensions()[1] == format.rows;
 }
-// Multiplies one row of x, written in so many digits. Returns whether it can be.
+// Multiplies one row of x, written using this many digits. Returns whether this is possible.
 bool multiply_row(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int count, Result y) {
 #if defined(__x86_64__)
   static const integers::Functions* const of_bytes = by_bytes();
   static thread_local integers::Digits of_thread;
-  integers::Digits& digits = of_thread;  // which other threads read, too
+  integers::Digits& digits = of_thread;  // other threads read these, too
   if (!of_bytes || !integers::in_steps(w)) return false;
   const integers::Codes codes = integers::codes_of(w, count < 3, of_bytes->shift);
   const float* floats = static_cast<const float*>(x.untyped_data());
@@ -247,7 +247,7 @@ bool multiply_row(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int 
 #endif
 }
 
-// Multiplies several rows of x, written in so many digits. Returns whether they can be.
+// Multiplies several rows of x, written using this many digits. Returns whether this is possible.
 bool multiply_rows(ffi::ThreadPool& pool, const Weight& w, ffi::AnyBuffer x, int count, Result y) {
   const integers::Codes codes = integers::codes_of(w, count == 1, rounding().shift);
   if (!codes.known) return false;
@@ -290,7 +290,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   });
   return ffi::Error::Success();
 }
-// The same, with rows of x rounded to 8 bits.
+// As above, but rounds rows of x to 8 bits.
 ffi::Error multiply_rounded(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
                             ffi::Result<ffi::AnyBuffer> y) {
   const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
@@ -310,7 +310,7 @@ ffi::Error multiply_dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   });
   return ffi::Error::Success();
 }
-// Multiplies a stack of matrices, whose rows are contracted, by the same number of rows of x each.
+// Multiplies each matrix of a stack by the same number of rows of x. The rows of the matrices are contracted.
 ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t count = w.dimensions()[0], rows = w.dimensions()[1], columns = w.dimensions()[2], m = x.dimensions()[0];
   if (!is_floating(x) || !is_floating(w) || !is_floating(*y) || !count || m % count) return refused();
@@ -321,7 +321,7 @@ ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   });
   return ffi::Error::Success();
 }
-// `x` isn't read. It is an operand so that decoding depends on it, as XLA would otherwise decode all weights up front.
+// `x` isn't read. It is an operand so that decoding depends on it: XLA would otherwise decode all weights up front.
 ffi::Error decode(ffi::ThreadPool pool, Format format, ffi::AnyBuffer, ffi::Buffer<ffi::S32> start,
                   ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> part) {
   const int64_t rows = part->dimensions()[0], columns = part->dimensions()[1], first = *start.typed_data();
@@ -359,7 +359,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .RemainingArgs().Ret<AnyBuffer>());
 extern "C" const char* quaxlike_set() { return set().name; }
 extern "C" const char* quaxlike_rounding() { return rounding().name; }
-extern "C" bool quaxlike_bfloat16() {  // whether this processor multiplies it
+extern "C" bool quaxlike_bfloat16() {  // whether this processor has instructions for bfloat16
 #ifdef QL_MORE
   return pairs::here();
 #else
@@ -376,7 +376,7 @@ typedef Floats<kLanes>::Vector F;
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
-// As `bits_as` above, but for vectors, which Clang only passes between functions with the same target.
+// As `bits_as` above, but for vectors. Clang only passes these between functions with the same target.
 template <class To, class From> QL_INLINE To bits_as(From from) {
   To to;
   return memcpy(&to, &from, sizeof to), to;
@@ -743,7 +743,7 @@ template <class T> QL_TARGET static void dense(const void* w, int64_t columns, R
       (x.count - m == 1 ? dense_tile<T, 1> : std::min<int64_t>(x.count - m, most) <= kFew ? dense_tile<T, kFew> : dense_tile<T, kMany>)(
           static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
 }
-// Computes V vectors of the result for a row of x, multiplying its elements by the rows of a matrix as these are read.
+// Computes V vectors of the result for a row of x. Its elements are multiplied by a matrix's rows as these are read.
 template <class T, int V>
 QL_INLINE void stacked_part(const T* w, int64_t rows, int64_t columns, const float* x, Result y, int64_t m, int64_t n) {
   F sums[V] = {};

@@ -1,26 +1,28 @@
-// Products of several rows of x by integers, as llama.cpp computes. product.cc includes this file.
+// Products of several rows of x with integer codes, as in llama.cpp. product.cc includes this file.
 //
-// Each 32 columns of x are rounded to 8 bits, i.e. written as scale * a, with byte digits a up to 127; or, with much
-// the same error as bfloat16 itself, they are written as scale * (a * 2^s + b), where s is `kShift`. As many rows of the weight as a vector has
-// lanes are a tile. It is unpacked once for all rows of x, to bytes: each lane has four columns of its row, and meets the
-// same four digits. So no sum is reduced across lanes, and 32 columns of all these rows take eight byte products and a
-// scale. Values of tables that no byte holds (NF4) are two bytes, as in integers.h.
+// Each 32 columns of x are rounded to 8 bits, i.e. written as scale * a, with byte digits a up to 127. Alternatively,
+// they are written as scale * (a * 2^s + b), where s is `kShift`. The error is then similar to that of bfloat16 itself.
 //
-// As in product.cc, the part below `#else` is compiled once per instruction set.
+// A tile has one row of the weight per lane of a vector. It is unpacked to bytes once for all rows of x. Each lane has
+// four columns of its row, to be multiplied by the same four digits. So no sum is reduced across lanes, and 32 columns
+// of all these rows take eight byte products and a scale. Values from tables that no byte holds (NF4) are two bytes, as
+// in integers.h.
+//
+// As in product.cc, everything below `#else` is compiled once for each instruction set.
 #ifndef QL_NAME
 namespace {
 namespace rounded {
 using integers::Codes, integers::kUnit;
-constexpr int64_t kChunk = 64;  // columns that are unpacked at once
+constexpr int64_t kChunk = 64;  // columns to unpack at a time
 struct Digits {  // of rows of x
   int count;                    // one or two
-  int64_t rows, stride;         // rows are filled up with zeros
+  int64_t rows, stride;         // rows are padded with zeros
   int64_t part, parts;          // columns with one scale of x and one of the weight, and how many such parts a row has
-  int64_t of_run;               // parts of a run
-  std::vector<int8_t> of;       // a of all rows, then b, in the order in which codes are unpacked
-  std::vector<float> scale;     // of each unit
-  std::vector<int32_t> bias;    // of each part, of a and then b: what the bias of codes adds
-  std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
+  int64_t of_run;               // parts per run
+  std::vector<int8_t> of;       // a for all rows, then b, in the order in which codes are unpacked
+  std::vector<float> scale;     // for each unit
+  std::vector<int32_t> bias;    // for each part, for a and then b: what the bias of codes adds
+  std::vector<float> sum;       // for each run of the weight: the sum of x, as represented by its digits
   std::atomic<bool> special{false};  // whether any unit has NaNs, infinities, or only values that are too small
   Digits(const Weight& w, int64_t rows, int count) : count(count), rows(rows), stride(up(w.columns, kChunk) * kChunk) {
     part = w.runs > 1 && w.run % kUnit ? 16 : kUnit, parts = up(w.columns, part), of_run = up(w.run, part);
@@ -29,9 +31,9 @@ struct Digits {  // of rows of x
   }
   int64_t units() const { return stride / kUnit; }
 };
-struct Functions {  // of an instruction set
+struct Functions {  // for an instruction set
   const char* name;
-  int shift;  // of the second byte of a value
+  int shift;  // its `kShift`
   void (*round)(const float* x, const uint16_t* narrow, const Weight&, const Codes&, Digits&, int64_t begin, int64_t end);
   void (*product)(const Weight&, const Codes&, const Digits&, Result, int64_t begin, int64_t end);
 };
@@ -58,9 +60,9 @@ namespace QL_NAME {
 namespace rounded {
 using namespace ::rounded;
 constexpr int kTile = 4 * kLanes;  // bytes: four columns of a tile
-constexpr int kMost = QL_SET == AVX512 ? 8 : 4;  // rows of x at once, as registers hold sums
+constexpr int kMost = QL_SET == AVX512 ? 8 : 4;  // rows of x to multiply at a time, such that all sums fit in registers
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;   // bits of the second byte of a value
-// Products of bytes are added in pairs of 16 bits by AVX2, so larger codes are signed bytes there.
+// Whether to use signed bytes. AVX2 adds pairs of products in 16 bits, which would overflow for larger unsigned bytes.
 static bool has_signed(const Weight& w, const Codes& codes) {
   return QL_SET == AVX2 && (w.format.bits == 8 || codes.looked_up);
 }
@@ -94,7 +96,8 @@ QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at
   const __m256i bytes = _mm256_shuffle_epi8(integers::narrowed(unit), _mm256_broadcastsi128_si256(some(columns)));
   _mm256_storeu_si256((__m256i*)at, bytes);
 }
-// Adds the products of 4 * Q columns of a tile and of M rows of x. AVX2 adds G of them in 16 bits; one, of signed bytes.
+// Adds the products of 4 * Q columns of a tile with M rows of x. AVX2 adds G of these in 16 bits. If G is 1, bytes are
+// signed.
 template <int G, int Q, int M>
 QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (*sums)[2], int d) {
 #if QL_SET == AVX512
@@ -128,23 +131,23 @@ QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (
 }
 #endif
 
-// Where a tile has the columns of codes with 4 bits: of eight, those of low halves of bytes first.
+// Returns the position of a column in a tile. For 4 bits, each eight columns start with those from low halves of bytes.
 QL_BYTES_INLINE int place(const Format& f, int k) {
   return f.bits == 4 ? k / 8 * 8 + (k % 2 != f.high_first) * 4 + k % 8 / 2 : k;
 }
-// Rounds rows of x, in float32 or bfloat16 (`narrow`). NaN and infinity make a unit NaN.
+// Rounds rows of x, in float32 or bfloat16 (`narrow`). A unit with a NaN or an infinity becomes NaN.
 QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, Digits& out, int64_t begin, int64_t end) {
   constexpr int kParts = kUnit / kLanes;
   const int32_t bias = codes.bias - (has_signed(w, codes) ? 128 : 0);
   const int by_digit = out.count == 2 ? kShift : 0;
   const int32_t half_digit = (1 << by_digit) / 2;
   const float largest = 127 << by_digit;
-  alignas(16) uint8_t columns[16];  // of 16 bytes
+  alignas(16) uint8_t columns[16];  // for each 16 bytes
   for (int k = 0; k < 16; k++) columns[place(w.format, k)] = k;
   for (int64_t m = begin; m < end; m++) {
     float* sum = out.sum.data() + m * w.runs;
     std::fill(sum, sum + w.runs, 0.f);
-    int64_t left = w.run;  // of a run
+    int64_t left = w.run;  // columns left in this run
     for (int64_t k = 0; k < w.columns; k += kUnit) {
       const int64_t at = m * w.columns + k, count = std::min(kUnit, w.columns - k);
       float last[kUnit] = {};
@@ -163,7 +166,7 @@ QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight&
       out.scale[m * out.units() + k / kUnit] = scale * codes.factor;
       I whole[kParts];
       QL_UNROLL for (int i = 0; i < kParts; i++) whole[i] = some ? nearest(parts[i] * all(by)) : I{};
-      int32_t of_halves[2] = {};  // their sums
+      int32_t of_halves[2] = {};  // sums of both halves
       for (int digit = 0; digit < out.count; digit++) {
         I bytes[kParts];
         F halves_of[2] = {};
@@ -190,7 +193,7 @@ QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight&
   }
 }
 
-// Unpacks `count` rows of the weight to a tile, with a plane of first and one of second bytes if values have two.
+// Unpacks `count` rows of the weight to a tile. If values have two bytes, these go to two planes.
 template <int B>
 QL_BYTES static void unpack_tile(const Weight& w, const Codes& codes, int64_t first, int64_t count, uint8_t* tile) {
   const int64_t plane = up(w.columns, kChunk) * kChunk * kLanes;
@@ -251,10 +254,10 @@ QL_BYTES static void unpack_tile(const Weight& w, const Codes& codes, int64_t fi
 
 struct Tile {
   const uint8_t* bytes;
-  const float *scale, *offset;  // of each run, the latter if any; one lane after the other
+  const float *scale, *offset;  // for each run (offsets only if there are any), lane by lane
   int64_t first, count;
 };
-enum Form { kOneDigit, kTwoDigits, kTwoBytes };  // the latter are values of tables, times one digit
+enum Form { kOneDigit, kTwoDigits, kTwoBytes };  // two bytes are values from tables, times one digit
 template <int G, int P, Form FORM, int M>
 QL_BYTES static void tile(const Weight& w, const Tile& t, const Digits& x, int64_t m, Result y) {
   const int64_t plane = x.stride * kLanes;
@@ -298,7 +301,7 @@ template <int G, int P, Form FORM>
 QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
   constexpr decltype(&unpack_tile<8>) unpacks[] = {unpack_tile<2>, unpack_tile<3>, unpack_tile<4>, unpack_tile<5>, unpack_tile<6>, nullptr, unpack_tile<8>};
   const bool offset = w.format.zeros != kNone || w.outer_zero.count;
-  // Several tiles, as the second cache holds them: each row of x is read once for all of them.
+  // Use as many tiles as fit in L2, so as to read each row of x once for all of them.
   const int64_t size = x.stride * kLanes * (1 + (FORM == kTwoBytes)), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
   Scratch s(w, kLanes);
   uint8_t* bytes = scratch<uint8_t, 3>(tiles * size);
@@ -330,7 +333,7 @@ static void product_in(const Weight& w, const Codes& codes, const Digits& x, Res
 }
 static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
   if (codes.fine) return product_in<1, kTwoBytes>(w, codes, x, y, begin, end);
-  // Sums of G products of codes with so many bits stay below 2^15.
+  // The sum of G products of codes with this many bits stays below 2^15.
   if constexpr (QL_SET == AVX2) {
     if (x.count == 1 && !has_signed(w, codes) && w.format.bits <= 4) return product_in<8, kOneDigit>(w, codes, x, y, begin, end);
     if (x.count == 1 && w.format.bits == 5) return product_in<4, kOneDigit>(w, codes, x, y, begin, end);

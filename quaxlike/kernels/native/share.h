@@ -1,4 +1,4 @@
-// Code that is shared by all XLA FFI handlers, for dividing rows between threads.
+// Code shared by all XLA FFI handlers, for dividing rows between threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,7 +15,7 @@
 namespace {
 namespace ffi = xla::ffi;
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// XLA's threads flush subnormal numbers to zero. But scales can be subnormal, so disable this whilst in scope.
+// XLA's threads flush subnormal numbers to zero. Scales can be subnormal, so this disables flushing whilst in scope.
 struct KeepsSubnormals {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
@@ -24,8 +24,8 @@ struct KeepsSubnormals {
 #endif
 };
 
-// Wraps a handler so that it returns an error when out of memory, since an exception that escapes to XLA would end the
-// process. The message is short enough not to be heap-allocated.
+// Wraps a handler so that it returns an error when out of memory. (An exception escaping to XLA would end the process.)
+// The message is short enough not to be heap-allocated.
 template <class... Args> auto guarded(ffi::Error (*handler)(Args...)) {
   return [handler](Args... args) {
     try {
@@ -37,9 +37,9 @@ template <class... Args> auto guarded(ffi::Error (*handler)(Args...)) {
 }
 
 // Calls `work(begin, end)` on parts of the rows, using this thread and any free threads in the pool. This thread takes
-// all parts that have not been started by another one, and so never waits for a thread that isn't running. It then
-// yields a few times before it sleeps, as parts usually finish sooner than a thread could be woken. Throws when out of
-// memory, but only once all other threads have finished their parts, since `work` refers to the caller's variables.
+// all parts that have not been started by another one, and so never waits for a thread that isn't running. Parts
+// usually finish sooner than a thread could be woken, so it then yields a few times before it sleeps. Throws when out
+// of memory, but only once all other threads have finished their parts: `work` refers to the caller's variables.
 constexpr int kAwake = 200;  // how many times to yield before sleeping
 template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
