@@ -132,7 +132,7 @@ w, x = ql.LoraArray(w, a=jnp.ones((8, 256)), b=jnp.ones((256, 8))), jnp.ones((25
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("made", "first", "repeated"), [(_OWN_TYPE, 15, 8), (_LORA_OVER_NF4, 30, 10)], ids=["own", "LoRA of NF4"]
+    ("made", "first", "repeated"), [(_OWN_TYPE, 20, 10), (_LORA_OVER_NF4, 40, 12)], ids=["own", "LoRA of NF4"]
 )
 def test_a_product_visits_few_files(tmp_path, made, first, repeated):
     """The first product in a process, and a repeated one, without native products."""

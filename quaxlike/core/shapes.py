@@ -66,7 +66,10 @@ def sharded_like_dense(value: Any, aval: Any, leaf_avals: Sequence[Any]) -> Any:
 
 
 def is_weak(x: Any) -> bool:
-    return type(x) in (int, float, complex) or getattr(x, "weak_type", False)
+    """Returns whether an array, or any array in a list or tuple, is weakly typed."""
+    if isinstance(x, list | tuple):
+        return any(map(is_weak, x))
+    return getattr(x, "weak_type", False) or type(x) in (int, float, complex)
 
 
 def as_strong(out: Any, expected: Sequence[Any] | None) -> Any:

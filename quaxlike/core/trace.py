@@ -223,9 +223,8 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types."""
-        if getattr(key[0], "family", "") == "defined":
-            # These also have parameters just for JAX's caches.
-            params = key[0].plain_params(params)
+        if "param_types" in params and getattr(key[0], "family", "") == "defined":
+            params = key[0].plain_params(params)  # without what is just for JAX's caches
         out = self.try_rules(key, operands, params)
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 

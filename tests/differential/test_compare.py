@@ -56,6 +56,13 @@ def test_an_error_while_a_program_runs_is_a_finding(monkeypatch):
         check(Program("SparseArray", (Step("2 * x"),), jit=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("origin", "status"), [("argument", "equal"), ("closed_over", "declined")])
+def test_jax_combines_the_leaves_of_a_value_that_is_no_argument(origin, status):
+    program = Program("a user's multiple", (Step("lax.associative_scan(jnp.add, x)"),), origin=origin)
+    assert check(program).status == status
+
+
 def test_the_program_that_fails_is_named(monkeypatch):
     def fails(programs, operands):
         if any(program.steps[0].text == "3 * x" for program in programs):

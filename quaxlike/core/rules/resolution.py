@@ -217,7 +217,7 @@ class Checked:
         if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
             return NotImplemented
         out = self.rule(primitive, operands, params)
-        if any(map(is_weak, out)) if isinstance(out, list | tuple) else is_weak(out):
+        if type(type(out)) is not type(Value) and is_weak(out):  # Values never are
             out = as_strong(out, _expected(primitive, operands, params))
         key: Any = tuple(params.values())
         here, right_here = self._here
