@@ -25,7 +25,7 @@ def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **param
     """Multiplies by a quantised weight with an adapter, adding its term to the kernel's accumulator."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
-    if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
+    if not isinstance(lora.w, AbstractQuantizedArray) or isinstance(x, LoraArray):
         return NotImplemented
     if lora.dropout:
         warn_of_dropout(lora)

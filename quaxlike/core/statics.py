@@ -17,6 +17,9 @@ import numpy as np
 # would take as long as binding it.)
 _PACKAGE = f"{__name__.partition('.')[0]}."
 
+# Types without a description. Values of two of them are never equal.
+SELF_EVIDENT = frozenset({int, str, type(None)})
+
 
 def type_of(value: Any) -> Any:
     """Returns what `==` doesn't tell about a value. None for one of several equal values, e.g. the int."""
@@ -26,6 +29,9 @@ def type_of(value: Any) -> Any:
 
 def types_of(values: Iterable[Any]) -> Any:
     """Returns the `type_of` each value, or None if it's None for all of them."""
+    values = tuple(values)
+    if SELF_EVIDENT.issuperset(map(type, values)):
+        return None
     types = tuple(map(type_of, values))
     return types if any(types) else None
 

@@ -183,9 +183,7 @@ class QuaxTrace(jax.core.Trace):
 
     # Dispatch of a primitive
 
-    def process_primitive(
-        self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
-    ) -> Any:
+    def process_primitive(self, primitive: jexc.Primitive, operands: Operands, params: Params, /) -> Any:
         # A hot path: this runs for every primitive, even on plain arrays. So build the cache key while
         # unwrapping, and compare tags rather than call methods.
         tag = self.tag
@@ -221,13 +219,6 @@ class QuaxTrace(jax.core.Trace):
             compat.set_trace(before)
         return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 
-    def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types."""
-        if "param_types" in params and getattr(key[0], "family", "") == "defined":
-            params = key[0].plain_params(params)  # without what is just for JAX's caches
-        out = self.try_rules(key, operands, params)
-        return self.fallback(key[0], operands, params) if out is NotImplemented else out
-
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """Computes the result if no rule matches.
 
@@ -239,9 +230,14 @@ class QuaxTrace(jax.core.Trace):
             return recorder.follow(rest, primitive, operands, params)
         return rest(primitive, operands, params)
 
-    def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """Returns the result of the first rule that doesn't decline, or `NotImplemented` if they all do."""
+    def dispatch_key(self, key: Any, operands: list[Any], params: Params, only_rules: bool = False) -> Any:
+        """Like `dispatch`, but takes a cache key, i.e. the primitive and the operand types.
+
+        With `only_rules`, returns `NotImplemented` if there are no rules, or all of them decline.
+        """
         primitive = key[0]
+        if "param_types" in params and getattr(primitive, "family", "") == "defined":
+            params = primitive.plain_params(params)  # without what is just for JAX's caches
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
@@ -254,7 +250,7 @@ class QuaxTrace(jax.core.Trace):
             out = rule(primitive, operands, params)
             if out is not NotImplemented:
                 return out
-        return NotImplemented
+        return NotImplemented if only_rules else self.fallback(primitive, operands, params)
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """Applies `primitive` to Values and plain arrays. Rules call this with changed operands."""

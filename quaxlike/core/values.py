@@ -44,7 +44,7 @@ from .hooks import (
 from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
 from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense
 from .source_lines import calling_frame
-from .statics import type_of
+from .statics import SELF_EVIDENT, type_of
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -504,10 +504,6 @@ def materialised(value: Any) -> Any:
     return value
 
 
-def _is_array(leaf: Any) -> bool:
-    return eqx.is_array_like(leaf) or isinstance(leaf, Value)
-
-
 def aval_of(value: Value) -> Any:
     """Returns `value.aval()` on its leaves' mesh, memoised by leaf avals and statics."""
     statics: list[Any] = [compat.x64_enabled()]
@@ -516,7 +512,7 @@ def aval_of(value: Value) -> Any:
         _describe(value, statics, leaf_avals)
     except TypeError:  # a leaf other than an array
         for leaf in jtu.tree_leaves(value):
-            if isinstance(leaf, np.dtype) or (not hasattr(leaf, "shape") and not _is_array(leaf)):
+            if isinstance(leaf, np.dtype) or (not hasattr(leaf, "shape") and not eqx.is_array_like(leaf)):
                 raise not_an_array(value, leaf) from None
         return _make_aval(value, ())
     key: Any = (*statics, *leaf_avals)
@@ -573,13 +569,15 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            statics += (type_of(part), part)  # 1, 1.0 and True compare equal
+            statics.append(part if type(part) in SELF_EVIDENT else (type_of(part), part))
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
+        elif part is None:
+            statics.append(None)
         elif kind == "value":
             statics.append(name)
             _describe(part, statics, leaf_avals)
-        else:  # None, a number, a shape, or a pytree
+        else:  # a number, a shape, or a pytree
             leaves, treedef = jtu.tree_flatten(part)
             statics += (name, treedef)
             leaf_avals += map(leaf_aval, leaves)

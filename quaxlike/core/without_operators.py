@@ -194,8 +194,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
     # Usually there's just our own type.
     if len(types) > 1 and not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
         return NotImplemented
-    compare = _NUMPY_HIDES_ERRORS.get(function.__name__)
-    if compare is None:
+    if (compare := _NUMPY_HIDES_ERRORS.get(function.__name__)) is None:
         return function._implementation(*args, **kwargs)
     for x in (*args, *kwargs.values()):
         if isinstance(x, Value) and not has_operators(x) and not isinstance(x, ArrayOperators):

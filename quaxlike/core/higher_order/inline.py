@@ -46,7 +46,7 @@ def _call_hi_primitive(
     if any(map(is_value, operands)):
         # A rule written by the user comes first, even before custom derivatives.
         key = high_level.primitive_of(type(hi)), *value_types(operands)
-        out = trace.try_rules(key, list(operands), {"prim": hi})
+        out = trace.dispatch_key(key, list(operands), {"prim": hi}, only_rules=True)
         if out is not NotImplemented:
             return out
     if (name := high_level.as_call(primitive, params)[0]) in CUSTOM:

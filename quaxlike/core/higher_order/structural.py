@@ -147,7 +147,7 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
 
         return jtu.tree_map(add, x, y)
     # JAX has a separate primitive for adding tangents, but types only register rules for `add`, so use these.
-    out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
+    out = trace.dispatch_key((jax.lax.add_p, *value_types(operands)), list(operands), {}, only_rules=True)
     return by_default(trace, primitive, operands, params) if out is NotImplemented else out
 
 

@@ -58,12 +58,11 @@ class LeafLayout:
             return self.treedef is other.treedef
         return self.treedef == other.treedef
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.treedef, self.avals))
-
     def __hash__(self) -> int:
-        return self._hash
+        known = self.__dict__.get("_hash")
+        if known is None:  # a cached property would take longer than the hash
+            known = self.__dict__["_hash"] = hash((self.treedef, self.avals))
+        return known
 
     def __len__(self) -> int:
         return len(self.avals)
@@ -396,11 +395,10 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]
 
 def _leaf_avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
     avals: list[Any] = []
-    for leaf in leaves:
-        try:
-            avals.append(jax.typeof(leaf))
-        except TypeError:
-            raise not_an_array(value, leaf) from None
+    try:
+        avals.extend(map(jax.typeof, leaves))
+    except TypeError:  # of the leaf after the last one added
+        raise not_an_array(value, leaves[len(avals)]) from None
     return tuple(avals)
 
 

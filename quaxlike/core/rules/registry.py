@@ -81,7 +81,12 @@ class Rule:
     @property
     def written(self) -> Callable[..., Any]:
         """The function as written by its author. Several rules may share it."""
-        return written_function(getattr(self.function, "written_as", self.function))
+        return written_function(self._forwards_to)
+
+    @functools.cached_property
+    def _forwards_to(self) -> Callable[..., Any]:
+        """The function called by `function`, if it just passes on its arguments."""
+        return getattr(self.function, "written_as", self.function)
 
     @property
     def is_ours(self) -> bool:
@@ -96,9 +101,13 @@ class Rule:
 
     @functools.cached_property
     def _names_arrays(self) -> tuple[bool, ...]:
-        """For each operand, and then for any further operands, whether it is annotated as `jax.Array`."""
+        """For each operand, and then for any further operands, whether it is annotated as `jax.Array`.
+
+        Empty if none is.
+        """
         more = False if self.varargs is None else self.varargs.names_array
-        return (*(annotation.names_array for annotation in self.operands.values()), more)
+        names = (*(annotation.names_array for annotation in self.operands.values()), more)
+        return names if any(names) else ()
 
     @functools.cached_property
     def depends_on_shapes(self) -> bool:
@@ -125,7 +134,7 @@ class Rule:
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        if self.keywords is not None:
+        if params and self.keywords is not None:
             # Every release of JAX adds some parameters. Leave out any the rule doesn't accept, if unused
             # (i.e. None), so that the rule continues to work.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
@@ -135,8 +144,7 @@ class Rule:
                     f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
-        arrays = self._names_arrays
-        if any(arrays):
+        if arrays := self._names_arrays:
             # JAX passes numbers and NumPy arrays to primitives without converting them.
             named = itertools.chain(arrays, itertools.repeat(arrays[-1]))
             operands = [
@@ -144,8 +152,8 @@ class Rule:
                 for x, as_array in zip(operands, named, strict=False)
             ]
         if self.takes_primitive:
-            return self.function(primitive, *operands, **params)
-        return self.function(*operands, **params)
+            return self._forwards_to(primitive, *operands, **params)
+        return self._forwards_to(*operands, **params)
 
     def __repr__(self) -> str:
         names = [*map(str, self.operands.values())]
@@ -366,7 +374,7 @@ def register_on_either_side(
             typed.__annotations__ |= {"x": left, "y": right}
             typed.__module__ = rule.__module__
             marks: Any = typed
-            marks.written_as = rule  # needed for its source line
+            marks.written_as = rule  # called instead, and needed for its source line
             marks.is_for_both_sides = left is types and right is types
             register(primitive, precedence=precedence, rules=rules)(typed)
         return rule

@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 from .. import compat
 from ..scoped import Scoped
 from ..shapes import as_strong, is_weak
-from ..values import Value, aval_of, is_value, refuses
+from ..values import KINDS, Value, aval_of, is_value, refuses
 from .annotations import type_name
 from .beyond import Lost, keeping, kept_by_others
 from .matching import aval_of_operand, depends_on_operands, matches, may_match, more_specific
@@ -217,8 +217,11 @@ class Checked:
         if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
             return NotImplemented
         out = self.rule(primitive, operands, params)
-        if type(type(out)) is not type(Value) and is_weak(out):  # Values never are
-            out = as_strong(out, _expected(primitive, operands, params))
+        if (kind := KINDS[type(out)]) != "value":  # Values are never weak
+            if out is NotImplemented:
+                return out
+            if getattr(out, "weak_type", False) if kind == "array" else is_weak(out):
+                out = as_strong(out, _expected(primitive, operands, params))
         key: Any = tuple(params.values())
         here, right_here = self._here
         try:
@@ -227,8 +230,7 @@ class Checked:
             hash(key)
         except TypeError:  # unhashable parameters
             key = None
-        if out is not NotImplemented:
-            self._check(primitive, operands, params, out, key)
+        self._check(primitive, operands, params, out, key)
         return out
 
     def _check(
