@@ -9,7 +9,6 @@ new JAX release, look for the cause here first; tests/core/test_compat.py should
 import contextlib
 import functools
 import inspect
-import operator
 import re
 import threading
 import types
@@ -83,7 +82,7 @@ JVPTrace = ad.JVPTrace  # forward-mode differentiation
 
 
 # Returns the current trace. (Every primitive needs it several times, and JAX's property takes twice as long.)
-current_trace: Any = functools.partial(operator.attrgetter("value"), core.trace_state_strong_ref)
+current_trace: Any = functools.partial(getattr, core.trace_state_strong_ref, "value")
 
 # Makes a trace the current one. JAX's own context manager would add another microsecond to every primitive.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
@@ -104,7 +103,7 @@ trace_context: Callable[[], Hashable] = config.trace_context
 
 
 # Returns whether 64-bit types are enabled. (Faster than looking up the setting by name.)
-x64_enabled: Callable[[], bool] = functools.partial(operator.attrgetter("value"), config.enable_x64)
+x64_enabled: Callable[[], bool] = functools.partial(getattr, config.enable_x64, "value")
 
 
 def set_user_context(context: Any, value: Any) -> None:

@@ -8,7 +8,8 @@ structures.
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 _PACKAGE = f"{__name__.partition('.')[0]}."
 
 # Types without a description. Values of two of them are never equal.
-SELF_EVIDENT = frozenset({int, str, type(None)})
+_SELF_EVIDENT = frozenset({int, str, type(None)})
 
 
 def type_of(value: Any) -> Any:
@@ -30,10 +31,17 @@ def type_of(value: Any) -> Any:
 def types_of(values: Iterable[Any]) -> Any:
     """Returns the `type_of` each value, or None if it's None for all of them."""
     values = tuple(values)
-    if SELF_EVIDENT.issuperset(map(type, values)):
+    if _SELF_EVIDENT.issuperset(map(type, values)):
         return None
     types = tuple(map(type_of, values))
     return types if any(types) else None
+
+
+def attributes(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function returning these attributes of an object."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)  # a tuple, unlike for a single name
+    return lambda x: tuple([getattr(x, name) for name in names])
 
 
 @functools.lru_cache(maxsize=1024)  # the checks below take a few microseconds
@@ -44,7 +52,7 @@ def _description(cls: type) -> Callable[[Any], Any] | None:
     if cls is float:
         return lambda x: (cls, repr(x)) if x.is_integer() else None
     if issubclass(cls, numbers.Integral | str):
-        return lambda x: cls
+        return type
     if issubclass(cls, numbers.Number | np.generic):
         return lambda x: (cls, repr(x))  # this includes the sign of zero
     if issubclass(cls, frozenset):

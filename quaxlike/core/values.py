@@ -44,7 +44,7 @@ from .hooks import (
 from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
 from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense
 from .source_lines import calling_frame
-from .statics import SELF_EVIDENT, type_of
+from .statics import attributes, types_of
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -561,29 +561,34 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     """Appends everything an aval depends on: the class, the statics and the avals of the leaves."""
-    cls = type(value)
-    fields = _fields.get(cls)
-    if fields is None:
-        fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
+    cls: Any = type(value)
+    names, read_statics = _fields_of(cls)
     statics.append(cls)
-    for name, static in fields:
+    if read_statics is not None:
+        own = read_statics(value)
+        statics += (own, types_of(own))  # 1, 1.0 and True compare equal
+    for name in names:
         part = getattr(value, name)
-        if static:
-            statics.append(part if type(part) in SELF_EVIDENT else (type_of(part), part))
-        elif (kind := KINDS[type(part)]) == "array":
+        if (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
-        elif part is None:
-            statics.append(None)
-        elif kind == "value":
-            statics.append(name)
+            continue
+        statics.append(name)
+        if kind == "value":
             _describe(part, statics, leaf_avals)
-        else:  # a number, a shape, or a pytree
+        elif part is not None:  # a number, a shape, or a pytree
             leaves, treedef = jtu.tree_flatten(part)
-            statics += (name, treedef)
+            statics.append(treedef)
             leaf_avals += map(leaf_aval, leaves)
 
 
-_fields: dict[type, list[tuple[str, bool]]] = {}
+@functools.cache
+def _fields_of(cls: Any) -> tuple[list[str], Callable[[Any], tuple[Any, ...]] | None]:
+    """Returns the names of the fields with leaves, and a function returning the static fields, if any."""
+    fields = dataclasses.fields(cls)
+    static = [f.name for f in fields if f.metadata.get("static")]
+    return [f.name for f in fields if f.name not in static], attributes(static) if static else None
+
+
 _avals: dict[Any, Any] = {}
 
 

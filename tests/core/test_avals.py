@@ -129,6 +129,20 @@ def test_types_that_are_told_by_their_values():
         assert negate(Tagged(jnp.zeros(()), tag)) == expected
 
 
+class RowOrColumn(ql.ArrayValue):
+    row: Any | None
+    column: Any | None
+
+    def materialise(self):
+        return self.column[:, None] if self.row is None else self.row[None]
+
+
+def test_which_field_is_none_decides_the_shape():
+    # The leaves of both have the same type.
+    assert RowOrColumn(jnp.ones(3), None).shape == (1, 3)
+    assert RowOrColumn(None, jnp.ones(3)).shape == (3, 1)
+
+
 class Constant(ql.ArrayValue):
     """Its dtype is that of a static number."""
 

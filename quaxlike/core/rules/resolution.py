@@ -220,7 +220,7 @@ class Checked:
         if (kind := KINDS[type(out)]) != "value":  # Values are never weak
             if out is NotImplemented:
                 return out
-            if getattr(out, "weak_type", False) if kind == "array" else is_weak(out):
+            if getattr(out.aval, "weak_type", False) if kind == "array" else is_weak(out):
                 out = as_strong(out, _expected(primitive, operands, params))
         key: Any = tuple(params.values())
         here, right_here = self._here
