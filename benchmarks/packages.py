@@ -116,8 +116,8 @@ TEXT = """\
 After this page, you know which functions of other packages take any kind of array, and why some do not.
 
 `python -m benchmarks.packages --record` wrote it. It calls
-[`check_program`](testing.md#does-my-function-take-any-array) on public functions, with six kinds of
-[Values](index.md) in place of arrays. The results must be those of the same arrays (JAX {jax}):
+[`check_program`](testing.md#does-my-function-take-any-array) on public functions, with its
+[six kinds][quaxlike.testing.check_program] of Values in place of arrays. The results must be those of the same arrays (JAX {jax}):
 
 - eagerly, and under `jit`, `vmap`, `jvp` and `grad`;
 - with `quaxify` around a `jit`, within one, and within another `quaxify`.
