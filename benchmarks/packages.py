@@ -117,7 +117,8 @@ After this page, you know which functions of other packages take any kind of arr
 
 `python -m benchmarks.packages --record` wrote it. It calls
 [`check_program`](testing.md#does-my-function-take-any-array) on public functions, with its
-[six kinds][quaxlike.testing.check_program] of Values in place of arrays. The results must be those of the same arrays (JAX {jax}):
+[six kinds][quaxlike.testing.check_program] of Values in place of arrays. The results must be those of the
+same arrays (JAX {jax}):
 
 - eagerly, and under `jit`, `vmap`, `jvp` and `grad`;
 - with `quaxify` around a `jit`, within one, and within another `quaxify`.
