@@ -6,6 +6,7 @@ when in doubt: an incorrect True would silently select the wrong rule.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -31,7 +32,7 @@ class Axis(NamedTuple):
 class ArrayKind:
     """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
-    Axis names aren't kept, only which axes share one: `"n n"` and `"m m"` are equal.
+    Kinds are compared by which axes share a name, and not by the names: `"n n"` and `"m m"` are equal.
     """
 
     dtypes: Any = None
@@ -39,6 +40,8 @@ class ArrayKind:
     first: tuple[Axis, ...] = ()
     last: tuple[Axis, ...] | None = None
     """The axes after `...` or `*name`; None if the annotation doesn't have either."""
+    names: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False)
+    """The named axes, for comparing them with the axes of other operands (see `shared_axes`)."""
 
     @staticmethod
     def of(hint: Any) -> "ArrayKind":
@@ -56,7 +59,14 @@ class ArrayKind:
             else:  # this includes an expression in the axes of other operands
                 axes.append(Axis())
         last = None if more is None else tuple(axes[more:])
-        return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
+        each = [(name, or_one) for variadic, name, or_one in words if not variadic]
+        named = [
+            # Count the axes after `...` from the end.
+            (name, i if more is None or i < more else i - len(axes))
+            for i, (name, or_one) in enumerate(each)
+            if name.isidentifier() and not or_one
+        ]
+        return ArrayKind(hint.dtypes, tuple(axes[:more]), last, tuple(named))
 
     def takes(self, aval: Any) -> bool:
         shape = getattr(aval, "shape", None)
@@ -120,6 +130,18 @@ class ArrayKind:
                     for a, b in zip(own, others, strict=True)
                 )
         return False
+
+
+def shared_axes(kinds: Sequence["ArrayKind | None"]) -> frozenset[frozenset[tuple[int, int]]]:
+    """Returns the sets of axes that have the same name in several operands, and so the same size.
+
+    An axis is given by the index of the operand, and its own.
+    """
+    groups: dict[str, set[tuple[int, int]]] = {}
+    for i, kind in enumerate(kinds):
+        for name, axis in () if kind is None else kind.names:
+            groups.setdefault(name, set()).add((i, axis))
+    return frozenset(frozenset(group) for group in groups.values() if len({i for i, _ in group}) > 1)
 
 
 def _read(word: str) -> tuple[bool, str, bool]:

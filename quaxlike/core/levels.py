@@ -78,12 +78,14 @@ def has_operators(value: Any) -> bool:
     """
     if level_of(value) is not None:
         return True
-    level = running.levels[-1] if running.levels else None
-    if level is None or not level.in_rule:
+    rules = [i for i, level in enumerate(running.levels) if level.in_rule]
+    if not rules:
         return False
+    # A rule runs below its level. If the level, or one started by the rule, is among the current traces, then
+    # we're not in the rule itself.
+    others = [level.tag for level in running.levels[rules[-1] :]]
     trace = compat.current_trace()
-    # A rule runs below its level: if the level is among the current traces, we're not in the rule.
-    while trace is not None and getattr(trace, "tag", None) is not level.tag:
+    while trace is not None and getattr(trace, "tag", None) not in others:
         trace = getattr(trace, "parent_trace", None)
     return trace is None
 

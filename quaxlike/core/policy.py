@@ -31,12 +31,15 @@ from .rules import (
     Lost,
     Rule,
     active_layers,
+    expected_results,
     fits,
     kept,
     require_stack_depth,
     resolver,
     rules_beyond,
 )
+from .shapes import as_strong, is_weak
+from .statics import are_of_same_types, statics_of
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
@@ -188,7 +191,8 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
         if (recorder := recording.active()) is not None:
             recorder.by_default_of(cls)
         if (out := default(primitive, operands, params)) is not NotImplemented:
-            return out
+            weak = not is_value(out) and is_weak(out)
+            return as_strong(out, expected_results(primitive, operands, params)) if weak else out
     if (found := _rule_beyond(trace, primitive, operands)) is not None:
         some = dense_operands(primitive, operands, found.positions)
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.positions)
@@ -234,13 +238,14 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 def _first_positions(operands: Sequence[Any]) -> dict[int, int]:
     """Maps each position of a Value to the first position of the same Value."""
-    flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
+    flat = {i: (*jtu.tree_flatten(x), statics_of(x)) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
 
-def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
+def _are_one(x: tuple[Any, ...], y: tuple[Any, ...]) -> bool:
     """Returns whether two flattened Values have identical arrays as well as equal statics."""
-    return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
+    same_leaves = len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0]))
+    return same_leaves and x[1] == y[1] and are_of_same_types(x[2], y[2])
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:

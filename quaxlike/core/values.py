@@ -42,9 +42,9 @@ from .hooks import (
     traced,
 )
 from .levels import level_of, might_be_value, name_the_mixin, not_dispatched
-from .shapes import OfType, as_shapes, leaf_aval, sharded_like_dense
+from .shapes import OfType, as_shapes, as_strong, is_weak, leaf_aval, sharded_like_dense
 from .source_lines import calling_frame
-from .statics import attributes, types_of
+from .statics import fields_of, statics_of, types_of
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -499,9 +499,10 @@ def materialised(value: Any) -> Any:
 
     Anything else is returned unchanged, including a tracer from another level.
     """
-    while is_value(value):
-        value = type(value).materialise(value)
-    return value
+    out = value
+    while is_value(out):
+        out = type(out).materialise(out)
+    return as_strong(out, [aval_of(value)]) if out is not value and is_weak(out) else out
 
 
 def aval_of(value: Value) -> Any:
@@ -562,7 +563,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     """Appends everything an aval depends on: the class, the statics and the avals of the leaves."""
     cls: Any = type(value)
-    names, read_statics = _fields_of(cls)
+    names, read_statics = fields_of(cls)
     statics.append(cls)
     if read_statics is not None:
         own = read_statics(value)
@@ -577,16 +578,8 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
             _describe(part, statics, leaf_avals)
         elif part is not None:  # a number, a shape, or a pytree
             leaves, treedef = jtu.tree_flatten(part)
-            statics.append(treedef)
+            statics += (treedef, types_of(statics_of(part)))
             leaf_avals += map(leaf_aval, leaves)
-
-
-@functools.cache
-def _fields_of(cls: Any) -> tuple[list[str], Callable[[Any], tuple[Any, ...]] | None]:
-    """Returns the names of the fields with leaves, and a function returning the static fields, if any."""
-    fields = dataclasses.fields(cls)
-    static = [f.name for f in fields if f.metadata.get("static")]
-    return [f.name for f in fields if f.name not in static], attributes(static) if static else None
 
 
 _avals: dict[Any, Any] = {}

@@ -100,7 +100,9 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
         annotations.pop(name)
         default = namespace.pop(name, None)
         if isinstance(default, dataclasses.Field):
-            default = None if default.default is dataclasses.MISSING else default.default
+            made = default.default_factory
+            default = default.default if made is dataclasses.MISSING else made()
+            default = None if default is dataclasses.MISSING else default
         if default is not None:
             namespace[f"default_{name}"] = default
     return (*before, *(name for name in own if name not in before))

@@ -84,6 +84,14 @@ def _without_default(rule):
     rule.__signature__ = signature.replace(parameters=parameters)
 
 
+def _decorated(rule):
+    @functools.wraps(rule)
+    def wrapped(*args, **kwargs):
+        return rule(*args, **kwargs)
+
+    return wrapped
+
+
 def _chosen(rules, x, y, f=lax.mul):
     out = ql.quaxify(f, rules=rules)(V(x), y)
     return float(out.array.ravel()[0])
@@ -106,6 +114,50 @@ class TestKindsOfArrays:
             pytest.raises(ql.MaterialisationError, match=r"nearest rule: mul\(V, "),
         ):
             run(V(X1), X1.astype(int))
+
+    def test_axes_of_one_name_have_one_size(self):
+        rules = ql.RuleSet()
+
+        @ql.register("dot_general", rules=rules)
+        def _(x: Float[V, "n k"], y: Float[Array, "k m"], **params):
+            return V(jnp.full((x.shape[0], y.shape[1]), 1.0))
+
+        @ql.register("dot_general", rules=rules)
+        def _(x: Float[V, "n k"], y: Float[Array, "n m"], **params):
+            return V(jnp.full((x.shape[1], y.shape[1]), 2.0))
+
+        @ql.register("dot_general", rules=rules)
+        def _(x: Float[V, "k n"], y: Float[Array, "m n"], **params):
+            return V(jnp.full((x.shape[0], y.shape[0]), 3.0))
+
+        def product(x_shape, y_shape, x_axis, y_axis):
+            dot = lambda x, y: lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
+            return float(ql.quaxify(dot, rules=rules)(V(jnp.ones(x_shape)), jnp.ones(y_shape)).array[0, 0])
+
+        assert product((2, 3), (3, 4), 1, 0) == 1
+        assert product((2, 3), (2, 4), 0, 0) == 2
+        assert product((2, 3), (4, 3), 1, 1) == 3
+        with pytest.raises(ql.AmbiguousRuleError):
+            product((2, 2), (2, 4), 1, 0)
+
+    def test_more_axes_of_one_name_are_more_specific(self):
+        rules = ql.RuleSet()
+        _register([Float[Array, "a b"]], rules)
+
+        @ql.register("mul", rules=rules)
+        def _(x: Float[V, "a ... b"], y: Float[Array, "a b"], **params):
+            return V(jnp.full(x.shape, 9.0))
+
+        @ql.register("concatenate", rules=rules)
+        def _(*xs: Float[V, "n"], dimension, **params):
+            return V(jnp.full(sum(x.size for x in xs), 9.0))
+
+        assert _chosen(rules, X2, X2) == 9
+        with ql.on_materialise("error"):
+            join = ql.quaxify(lambda *xs: jnp.concatenate(xs), rules=rules)
+            assert join(V(X1), V(X1)).shape == (4,)
+            with pytest.raises(ql.MaterialisationError):
+                join(V(X1), V(jnp.ones(3)))
 
     def test_tracers_count_by_their_types(self):
         rules = ql.RuleSet()
@@ -346,6 +398,26 @@ class TestAliases:
         exec("type A = V | jax.Array\ntype B[T] = T | A\n@ql.register('mul', rules=rules)\n"
              "def rule(x: A, y: B[V], **params): return 7 * x.array", names)  # fmt: skip
         np.testing.assert_array_equal(ql.quaxify(lax.mul, rules=names["rules"])(V(X1), X1), 7 * X1)
+
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="a statement of Python 3.12")
+    def test_a_statement_that_loses_its_argument(self):
+        names = {"V": V, "Float": Float, "ql": ql, "rules": ql.RuleSet()}
+        with pytest.raises(TypeError, match=r'`A\[V\]` .* count as `Any`. Write .* `Float\[V, "n m"\]`'):
+            exec("type A[T] = Float[T, 'n m']\n@ql.register('sin', rules=rules)\n"
+                 "def rule(x: A[V], **params): return x", names)  # fmt: skip
+
+    def test_local_names_behind_a_decorator(self):
+        rules = ql.RuleSet()
+
+        class Local(V):
+            pass
+
+        @ql.register("sin", rules=rules)
+        @_decorated
+        def _(x: "Local", **params):
+            return Local(7 * x.array)
+
+        np.testing.assert_array_equal(ql.quaxify(lax.sin, rules=rules)(Local(X1)).array, 7 * X1)
 
     def test_subscripted_classes(self):
         rules = ql.RuleSet()

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from quaxlike.arrays.unitful import Unitful
 
 
 class Plain(ql.ArrayValue):
@@ -423,3 +424,192 @@ def test_the_sharding_of_an_explicit_mesh():
             ):
                 found = ql.materialise(ql.quaxify(program)(x))
                 np.testing.assert_allclose(found, program(x.materialise()), rtol=1e-6)
+
+
+# Static fields that are equal, but of different types
+
+
+class Signed(ql.ArrayValue):
+    array: jax.Array
+    like: float = eqx.field(static=True)
+
+    def materialise(self):
+        return self.array * jnp.copysign(1.0, self.like)
+
+
+_SHARED = jnp.array([2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "f", [jnp.add, lambda x, y: jnp.concatenate([x, y]), lambda x, y: lax.select(False, x, y)]
+)
+def test_values_of_the_same_arrays_and_equal_statics(f):
+    x, y = Signed(_SHARED, 0.0), Signed(_SHARED, -0.0)
+    np.testing.assert_array_equal(ql.materialise(ql.quaxify(f)(x, y)), f(x.materialise(), y.materialise()))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: lax.cond(True, lambda: x, lambda: y),
+        lambda x, y: lax.fori_loop(0, 1, lambda i, c: y, x),
+    ],
+)
+def test_branches_of_equal_statics(f):
+    x, y = Signed(_SHARED, 0.0), Signed(_SHARED + 1, -0.0)
+    with pytest.raises(ql.StructureError, match="equal but of different types"):
+        ql.quaxify(f)(x, y)
+
+
+def _kept(x):
+    return x
+
+
+def _doubled(x):
+    return x * 2
+
+
+def test_programs_of_equal_statics():
+    f = ql.quaxify(lambda x: lax.cond(True, _doubled, _kept, x))
+    for like in (0.0, -0.0, 0.0):
+        x = Signed(_SHARED, like)
+        np.testing.assert_array_equal(ql.materialise(f(x)), 2 * x.materialise())
+
+
+class Factor(eqx.Module):
+    array: jax.Array
+    by: float = eqx.field(static=True)
+
+
+class OfFactors(ql.ArrayValue):
+    of: dict[str, list[Factor]]
+
+    def materialise(self):
+        return sum(x.array * x.by for x in self.of["factors"])
+
+
+def test_equal_statics_of_modules_inside(default_promotion):
+    for by in (2, 2.0, 2):
+        x = OfFactors({"factors": [Factor(jnp.arange(3), by)]})
+        dense = x.materialise()
+        assert x.dtype == dense.dtype
+        assert ql.quaxify(jnp.dot)(x, x).dtype == dense.dtype
+
+
+# Types that only exist at their own sizes
+
+
+class RowScaled(ql.ArrayValue):
+    array: jax.Array
+    scales: tuple[float, ...] = eqx.field(static=True)  # one for each row
+
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self):
+        return self.array * jnp.array(self.scales).reshape(-1, *[1] * (self.array.ndim - 1))
+
+
+class SummedAlong(ql.ArrayValue):
+    array: jax.Array
+    axis: int = eqx.field(static=True)
+
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self):
+        return jnp.cumsum(self.array, axis=self.axis)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        RowScaled(jnp.ones((3, 3)), (1.0, 10.0, 100.0)),
+        RowScaled(jnp.arange(4.0), (1.0, 10.0, 100.0, 1000.0)),
+        SummedAlong(jnp.ones((4, 3)), 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: lax.map(lambda row: row * 1, x),
+        lambda x: lax.map(jnp.sum, x),
+        lambda x: lax.scan(lambda c, _: (c, x), 0, None, length=4)[1],
+    ],
+)
+def test_rows_of_types_that_exist_at_their_own_sizes(f, x):
+    np.testing.assert_array_equal(ql.materialise(ql.quaxify(f)(x)), f(x.materialise()))
+
+
+# Weak types
+
+
+class Mask(ql.ArrayValue):
+    bits: jax.Array
+
+    def materialise(self):
+        return jnp.where(self.bits, 1.0, 0.0)  # weakly typed
+
+
+class Strong(ql.ArrayValue):
+    number: float
+
+    def aval(self):
+        return jax.core.ShapedArray((), jnp.float32)
+
+    def materialise(self):
+        return jnp.asarray(self.number)  # weakly typed, unlike the aval
+
+
+class StrongByDefault(Strong):
+    @staticmethod
+    def default(primitive, values, params):
+        return primitive.bind(*[getattr(x, "number", x) for x in values], **params)
+
+
+class NoRules(ql.ArrayValue):
+    array: jax.Array
+
+    def materialise(self):
+        return self.array
+
+
+_BFLOAT16 = jnp.ones(3, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.astype(jnp.float32) + _BFLOAT16, lambda x: jnp.sum(x) * _BFLOAT16])
+def test_a_weak_type_that_becomes_strong(f, default_promotion):
+    x = Mask(jnp.array([True, False, True]))
+    assert ql.quaxify(f)(x).dtype == f(x.materialise()).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("cls", [Strong, StrongByDefault])
+def test_weak_results_of_a_strong_type(cls, default_promotion):
+    f = lambda x: -x * _BFLOAT16
+    for run in (ql.quaxify(f), ql.quaxify(jax.jit(f)), jax.jit(ql.quaxify(f))):
+        assert run(cls(2.0)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: lax.cond(x > 0, lambda: x, lambda: x * 2),
+        lambda x: lax.fori_loop(0, 2, lambda i, c: c * 2, x),
+        lambda x: lax.scan(lambda c, _: (c * 2, None), x, length=2)[0],
+        lambda x: lax.while_loop(lambda c: c < 9, lambda c: c * 2, x),
+    ],
+)
+def test_branches_and_carries_are_weak_where_both_sides_are(f, default_promotion):
+    x, some = jnp.asarray(2.0), jnp.ones((), jnp.bfloat16)
+    for run in (ql.quaxify(f), jax.jit(ql.quaxify(f))):
+        assert (run(NoRules(x)) * some).dtype == (f(x) * some).dtype
+
+
+class Length(Unitful):
+    pass
+
+
+def test_classes_that_print_alike_are_named():
+    x, y = Length(_SHARED, "m"), Unitful(_SHARED, "m")
+    with pytest.raises(ql.StructureError, match=r"Unitful .* m on one side, Length .* m on the other. Make"):
+        ql.quaxify(lambda x, y: lax.cond(True, lambda: x, lambda: y))(x, y)

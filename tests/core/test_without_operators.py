@@ -270,3 +270,41 @@ def test_numpy_does_not_take_a_refusal_for_an_answer(function):
     with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="eq"):
         ql.quaxify(function)(W, DENSE)
     assert np.shape(W) == (4,)
+
+
+class Doubled(ql.ArrayValue):
+    of: jax.Array | ql.ArrayValue
+
+    def materialise(self):
+        return 2 * ql.materialise(self.of)
+
+
+@ql.register("sin")
+def _(x: Doubled, **params):
+    return ql.quaxify(jnp.sin)(x.of * 2)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: ql.quaxify(f),
+        lambda f: ql.quaxify(ql.quaxify(f)),
+        lambda f: ql.quaxify(lambda x: ql.quaxify(ql.quaxify(f))(x)),
+        lambda f: jax.jit(ql.quaxify(jax.jit(ql.quaxify(f)))),
+    ],
+)
+def test_operators_in_a_rule_at_every_number_of_levels(wrap):
+    # The rule runs at the outer level: the inner ones pass its operand on as an array.
+    x = Doubled(Doubled(X))
+    np.testing.assert_array_equal(ql.materialise(wrap(jnp.sin)(x)), jnp.sin(4 * X))
+
+
+def test_no_operators_on_what_a_filter_in_a_rule_does_not_select():
+    rules = ql.RuleSet()
+
+    @ql.register("cos", rules=rules)
+    def _(x: Doubled, **params):
+        return ql.quaxify(lambda x: x * 2, filter_spec=False)(x.of)
+
+    with pytest.raises(TypeError, match="no `filter_spec` selects it"):
+        ql.quaxify(jnp.cos, rules=rules)(Doubled(Doubled(X)))

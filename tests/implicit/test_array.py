@@ -74,6 +74,19 @@ class TestShapeAndDtype:
         stacked = jax.vmap(Fixed)(jnp.ones(3))
         assert stacked.shape == (3, 4)
 
+    def test_by_a_factory(self):
+        @dataclasses.dataclass
+        class Fixed(ImplicitArray):
+            array: jax.Array
+            shape: tuple[int, ...] = dataclasses.field(default_factory=lambda: (4,))
+            dtype: Any = dataclasses.field(default_factory=lambda: jnp.float16)
+
+            def materialize(self):
+                return jnp.broadcast_to(self.array, self.shape).astype(self.dtype)
+
+        x = Fixed(jnp.ones(()))
+        assert (x.shape, x.dtype) == ((4,), jnp.float16)
+
     def test_given_comes_before_computed(self):
         class Computed(Bare):
             def compute_shape(self):

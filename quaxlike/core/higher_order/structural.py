@@ -160,9 +160,11 @@ def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Oper
     # array's.)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
         return by_default(trace, primitive, operands, params)
-    return jtu.tree_map(
+    out = jtu.tree_map(
         lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if _is_weak(leaf) else leaf, x
     )
+    # The type may be weak by itself, e.g. if it materialises a Python number.
+    return by_default(trace, primitive, operands, params) if aval_of(out).weak_type else out
 
 
 def _is_weak(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..rules import RuleWarning
+from ..statics import are_of_same_types, statics_of
 from ..values import Value, is_value, refuses, replace_fields
 
 _P = ParamSpec("_P")
@@ -115,7 +116,8 @@ def same_pattern(x: Any, y: Any) -> bool:
     I.e. they have the same static fields and shapes, and their patterns are known to be equal.
     """
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
-    return of_x == of_y and have_leaves_alike(p, q)
+    alike = of_x == of_y and are_of_same_types(statics_of(x), statics_of(y))
+    return alike and have_leaves_alike(p, q)
 
 
 def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:

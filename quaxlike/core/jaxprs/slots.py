@@ -29,6 +29,7 @@ from ..construction import leaves_of
 from ..plain_arrays import either, hooks
 from ..rules import RuleWarning
 from ..shapes import as_shapes
+from ..statics import are_of_same_types, statics_of
 from ..values import (
     Value,
     aval_of,
@@ -48,6 +49,7 @@ class LeafLayout:
     # For a plain array: the constant it's filled with, if known (see core/plain_arrays.py).
     constant: Any = None
     reason: str = ""  # why this is a plain array, for use in messages
+    statics: tuple[Any, ...] = ()  # those of the treedef, to compare their types
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafLayout) or self.avals != other.avals:
@@ -56,7 +58,7 @@ class LeafLayout:
             return False
         if self.treedef is None or other.treedef is None:  # because a treedef can't be compared with None
             return self.treedef is other.treedef
-        return self.treedef == other.treedef
+        return self.treedef == other.treedef and are_of_same_types(self.statics, other.statics)
 
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")
@@ -96,7 +98,7 @@ class LeafLayout:
 
     def has_structure_of(self, other: "LeafLayout") -> bool:
         """Returns whether both are plain arrays, or both are Values with the same class and statics."""
-        return LeafLayout(self.treedef, ()) == LeafLayout(other.treedef, ())
+        return dataclasses.replace(self.with_avals(()), constant=other.constant) == other.with_avals(())
 
     def has_form_of(self, other: "LeafLayout") -> bool:
         """As `has_structure_of`, but also requires the leaves to have the same shapes and dtypes."""
@@ -105,11 +107,11 @@ class LeafLayout:
 
     def admits(self, other: "LeafLayout") -> bool:
         """Returns whether the other slot's content can be used for this one without any conversion."""
-        common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
-        return common == self == LeafLayout(other.treedef, other.avals, self.constant)
+        common = dataclasses.replace(self, constant=either(self.constant, other.constant))
+        return common == self == dataclasses.replace(other, constant=self.constant)
 
     def with_avals(self, avals: Iterable[Any]) -> "LeafLayout":
-        return LeafLayout(self.treedef, tuple(avals), self.constant)
+        return LeafLayout(self.treedef, tuple(avals), self.constant, statics=self.statics)
 
     def strong(self) -> "LeafLayout":
         """This slot, without any weak types."""
@@ -344,10 +346,14 @@ def _is_cut_at(slot: LeafLayout, axis: int, longer: int, scale: float, rows: boo
         try:
             leaves = [_irregular(a.dtype, sizes, i, scale) for i, a in enumerate(slot.avals)]
             dense = materialised(whole.unflatten(leaves))
-        except Exception:  # a type may refuse with any error
-            return True
-        parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
-        return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
+        except Exception:  # a type may refuse with any error, or fail at sizes other than its own
+            return refuses(slot.like)
+        try:
+            parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
+        except Exception:  # e.g. a static field names the axis that was cut
+            return False
+        pairs = list(zip(cut(dense), parts, strict=True))
+        return all(np.shape(x) == np.shape(y) and np.allclose(x, y, rtol=1e-3) for x, y in pairs)
 
 
 def _irregular(dtype: Any, shape: Sequence[int], seed: int, scale: float) -> Any:
@@ -385,7 +391,7 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]
     for x in operands:
         if is_value(x):
             parts, treedef = jtu.tree_flatten(x)
-            slots.append(LeafLayout(treedef, _leaf_avals(x, parts)))
+            slots.append(LeafLayout(treedef, _leaf_avals(x, parts), statics=statics_of(x)))
             leaves += parts
         else:
             slots.append(LeafLayout(None, (jax.typeof(x),)))

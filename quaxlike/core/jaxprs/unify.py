@@ -20,9 +20,10 @@ from ..plain_arrays import either, without_guess
 from ..policy import dense, policy_key
 from ..recording import user_source
 from ..rules import active_layers, resolver
+from ..statics import are_of_same_types
 from ..values import Value, is_value, materialised, replace_fields
 from .linearity import held, map_parts
-from .slots import LeafLayout, flatten
+from .slots import LeafLayout, flatten, strong
 
 
 class OperandMismatch(TypeError):
@@ -65,7 +66,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         return a
     # If one side is strong, drop weak types. JAX does the same for plain arrays.
     if a.strong() == b.strong():
-        return a.strong()
+        return _weak_where_both(a, b)
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
@@ -73,8 +74,8 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         # First try to only widen `b`: in a loop `a` is the current carry, and keeping its form saves tracing
         # the body again.
         a, b = without_guess(a), without_guess(b)
-        if _widened(b, a).has_form_of(a):
-            return a.strong()
+        if (as_a := _widened(b, a)).has_form_of(a):
+            return _weak_where_both(a, as_a)
     # If there is a plain array, lift it first.
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
     for first, second in orders:
@@ -82,19 +83,29 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         # necessarily symmetric, so try both orders.
         form = _widened(first, second)
         if form.treedef is None:
-            return second.dense().strong()
+            return _weak_where_both(second.dense(), form)
         common = _widened(second, form)
         if common.has_form_of(form):
-            return common.strong()
+            return _weak_where_both(common, form)
     remedy = next((cls.to_unify for cls in (a.cls, b.cls) if cls is not None and cls.to_unify), None)
+    sides = f"{a} on one side, {b} on the other"
+    if None not in (a.cls, b.cls) and a.cls is not b.cls:  # they may print alike
+        remedy, sides = None, f"{a.cls.__name__} {a} on one side, {b.cls.__name__} {b} on the other"
+    elif a.treedef == b.treedef and not are_of_same_types(a.statics, b.statics):
+        sides += " (with static fields that are equal but of different types, such as 1 and 1.0)"
     remedy = remedy or (
         "Make their static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
         "`quaxlike.materialise` to both."
     )
     raise StructureError(
-        f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. {remedy}\n"
-        f"  at {user_source()[0]}"
+        f"{where} holds Values that cannot be unified: {sides}. {remedy}\n  at {user_source()[0]}"
     )
+
+
+def _weak_where_both(slot: LeafLayout, other: LeafLayout) -> LeafLayout:
+    """Drops the weak types of `slot` where the other one's are strong. (This is what JAX does.)"""
+    pairs = zip(slot.avals, other.avals, strict=True)
+    return slot.with_avals([a if getattr(b, "weak_type", False) else strong(a) for a, b in pairs])
 
 
 def widened(x: Any, like: Any) -> Any:

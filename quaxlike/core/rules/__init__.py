@@ -21,5 +21,6 @@ from .resolution import Keeping as Keeping
 from .resolution import Resolver as Resolver
 from .resolution import RulesByOperands as RulesByOperands
 from .resolution import active_layers as active_layers
+from .resolution import expected_results as expected_results
 from .resolution import resolver as resolver
 from .resolution import use_rule_sets as use_rule_sets

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import AbstractArray, ArrayLike
 
 from ..array_kinds import ANY_ARRAY, ArrayKind
+from ..functions import expanded_alias, type_name
 from ..values import Value
 
 _NUMBERS = (bool, int, float, complex)
@@ -148,7 +149,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
         yield from _members(hint.__supertype__, names)
     elif origin is typing.Annotated or (hasattr(origin, "__value__") and not isinstance(origin, type)):
         args = typing.get_args(hint)
-        yield from _members(args[0] if origin is typing.Annotated else _expanded_alias(origin, args), names)
+        yield from _members(args[0] if origin is typing.Annotated else expanded_alias(origin, args), names)
     elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
         yield from _members(hint.__value__, names)
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
@@ -161,16 +162,6 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
         if isinstance(cls, type) and _may_have_operands(cls):
             # A subclass of `jax.Array` counts as `jax.Array`.
             yield (jax.Array if issubclass(cls, (jax.Array, jax.core.Tracer)) else cls), None
-
-
-def _expanded_alias(alias: Any, args: Sequence[Any]) -> Any:
-    """Expands a generic alias (such as `type A[T] = T | jax.Array`), by substituting its parameters."""
-    given = dict(zip(alias.__type_params__, args, strict=False))
-    value = alias.__value__
-    if isinstance(value, TypeVar):
-        return given.get(value, value)
-    parameters = getattr(value, "__parameters__", ())
-    return value[tuple(given.get(p, p) for p in parameters)] if parameters else value
 
 
 def _may_have_operands(cls: type) -> bool:
@@ -203,15 +194,3 @@ def _is_number_or_numpy(cls: type) -> bool:
 
 def _is_subclass(cls: Any, other: Any) -> bool:
     return other is Any or (cls is not Any and issubclass(cls, other))
-
-
-_ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
-
-
-def type_name(hint: Any) -> str:
-    members = typing.get_args(hint)
-    if members and typing.get_origin(hint) in (typing.Union, UnionType):
-        short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
-        others = [m for m in members if not short or m not in _ARRAY_LIKE]
-        return " | ".join([*map(type_name, others), *short])
-    return hint.__name__ if isinstance(hint, type) and not members else str(hint).replace("typing.", "")

@@ -13,7 +13,7 @@ import jax
 
 from ..scoped import Scoped
 from ..values import ArrayValue, Value, is_value
-from .matching import depends_on_operands, fits, is_value_dependent
+from .matching import depends_on_operands, is_value_dependent, matches
 from .registry import Rule, RuleSet, epoch, lock, require_stack_depth, signature_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class Beyond:
             x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.positions
         ):
             return False
-        typed = enumerate(zip(operands, self._types, strict=True))
-        return not self._depends_on_operands or all(fits(self.rule, i, x, cls) for i, (x, cls) in typed)
+        return not self._depends_on_operands or matches(self.rule, self._types, operands)
 
 
 def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:

@@ -2,7 +2,7 @@
 
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,13 +38,16 @@ def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
 
 
 def matches(rule: Rule, types: Sequence[Any], operands: Sequence[Any]) -> bool:
+    typed = list(zip(operands, types, rule.annotations(len(types)), strict=True))
     if any(map(is_value_dependent, _hints(rule))):
-        return all(fits(rule, i, x, cls) for i, (x, cls) in enumerate(zip(operands, types, strict=True)))
-    annotations = rule.annotations(len(types))
-    return all(
-        not annotation.kinds or annotation.takes(cls, functools.partial(aval_of_operand, x))
-        for x, cls, annotation in zip(operands, types, annotations, strict=True)
-    )
+        each = all(fits(rule, i, x, cls) for i, (x, cls, _) in enumerate(typed))
+    else:
+        each = all(not a.kinds or a.takes(cls, functools.partial(aval_of_operand, x)) for x, cls, a in typed)
+    return each and all(_are_of_one_size(axes, operands) for axes in rule.shared_axes(len(types)))
+
+
+def _are_of_one_size(axes: Collection[tuple[int, int]], operands: Sequence[Any]) -> bool:
+    return len({aval_of_operand(operands[i]).shape[axis] for i, axis in axes}) == 1
 
 
 def _hints(rule: Rule) -> list[Any]:
@@ -73,6 +76,8 @@ def _implies(a: Rule, b: Rule) -> bool:
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1
+    if not all(any(axes <= own for own in a.shared_axes(n)) for axes in b.shared_axes(n)):
+        return False
     return all(x.implies(y) for x, y in zip(a.annotations(n), b.annotations(n), strict=False))
 
 

@@ -27,6 +27,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import did_you_mean
 from .. import compat, high_level
+from ..array_kinds import shared_axes
 from ..functions import names_in, type_hints, written_function
 from ..hooks import RuleError
 from ..values import ArrayValue
@@ -125,7 +126,13 @@ class Rule:
             return False
         n = len(self.operands) + 1
         pairs = list(zip(self.annotations(n), other.annotations(n), strict=True))
-        return all(x.implies(y) and y.implies(x) for x, y in pairs)
+        same_axes = self.shared_axes(n) == other.shared_axes(n)
+        return same_axes and all(x.implies(y) and y.implies(x) for x, y in pairs)
+
+    def shared_axes(self, n: int) -> frozenset[frozenset[tuple[int, int]]]:
+        """Returns which axes of `n` operands must have the same size, by their names in the annotations."""
+        kinds = [annotation.kinds for annotation in self.annotations(n)]
+        return shared_axes([only[0][1] if len(only) == 1 else None for only in kinds])
 
     @property
     def source(self) -> str:
@@ -266,7 +273,8 @@ def register(
 
     Rules are selected by the types of *all* positional parameters. Plain operands (arrays, NumPy arrays,
     Python scalars) are treated as `jax.Array`, so they can be annotated as either `jax.Array` or `ArrayLike`.
-    To only accept certain dtypes and shapes, use jaxtyping, as in `Float[Array, "n m"]`.
+    To only accept certain dtypes and shapes, use jaxtyping, as in `Float[Array, "n m"]`. Axes with the same
+    name must have the same size, also those of several operands.
 
     **Arguments:**
 

@@ -19,10 +19,10 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
+from ..functions import type_name
 from ..scoped import Scoped
 from ..shapes import as_strong, is_weak
 from ..values import KINDS, Value, aval_of, is_value, refuses
-from .annotations import type_name
 from .beyond import Lost, keeping, kept_by_others
 from .matching import aval_of_operand, depends_on_operands, matches, may_match, more_specific
 from .registry import (
@@ -221,7 +221,7 @@ class Checked:
             if out is NotImplemented:
                 return out
             if getattr(out.aval, "weak_type", False) if kind == "array" else is_weak(out):
-                out = as_strong(out, _expected(primitive, operands, params))
+                out = as_strong(out, expected_results(primitive, operands, params))
         key: Any = tuple(params.values())
         here, right_here = self._here
         try:
@@ -302,7 +302,7 @@ def check_results(
 
     If just the dtype differs, this is only a warning.
     """
-    expected = _expected(primitive, operands, params)
+    expected = expected_results(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
         number = "" if expected is None else f" of {len(expected)} result(s)"
@@ -310,7 +310,7 @@ def check_results(
         raise RuleError(f"The rule {rule} must return a sequence{number}; found {found}.")
     for i, x in enumerate(results):
         which = f" as result {i}" if primitive.multiple_results else ""
-        if not is_value(x) and not eqx.is_array_like(x):
+        if not is_value(x) and (isinstance(x, type) or not eqx.is_array_like(x)):
             raise RuleError(f"The rule {rule} must return an array or a Value{which}; found {_found(x)}.")
         found = aval_of(x) if is_value(x) else jax.typeof(x)
         want = None if expected is None else expected[i]
@@ -342,7 +342,7 @@ def check_results(
         warn_once(rule, RuleWarning(message))
 
 
-def _expected(
+def expected_results(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
     """Returns the primitive's result avals, for arrays with these shapes. None if unknown."""
