@@ -39,12 +39,12 @@ def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int 
     return lax.slice(operand, starts, limits, steps)
 
 
-def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
+def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, "..."]:
     """Clamps `start`, to keep a dynamic slice along an axis within bounds.
 
     **Arguments:**
 
-    - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, with any integer dtype.
+    - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, or several, with any integer dtype.
     - `size`: the axis size.
     - `slice_size`: the slice size along this axis.
     """

@@ -66,7 +66,8 @@ class on_materialise(contextlib.ContextDecorator):
     own. (A thread running in a copied context, as with `asyncio.to_thread`, has to enter its own.)
 
     This happens when tracing: a jitted function is traced once for each mode, and doesn't warn or raise after
-    that.
+    that. Inside `quaxify`, JAX traces the body of a jitted function, loop or branch before we dispatch it. So
+    entering another mode inside such a body has no effect: enter it around the call.
 
     **Arguments:**
 

@@ -210,6 +210,25 @@ def test_mixed_precision():
     assert wide(d, jnp.ones(4, jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker, shared", "update of diagonal"])
+def test_products_are_computed_in_the_dtype_that_is_asked_for(name):
+    a = jtu.tree_map(lambda x: jnp.full(x.shape, 11, jnp.int8), MAKERS[name](()))
+    wide = ql.materialise(jtu.tree_map(lambda x: x.astype(jnp.int32), a))
+    x = jnp.full(N, 100, jnp.int8)
+    f = lambda a, x: jnp.matmul(a, x, preferred_element_type=jnp.int32)
+    _same(ql.quaxify(f)(a, x), wide @ x.astype(jnp.int32))
+    _same(ql.quaxify(f)(x, a), x.astype(jnp.int32) @ wide)
+    if name == "diagonal":
+        _same(ql.quaxify(f)(a, a), wide @ wide)
+
+
+def test_scaling_a_matrix_of_symbolic_size():
+    (n,) = jax.export.symbolic_shape("n")
+    program = jax.jit(lambda d: ql.materialise(ql.quaxify(lambda x: 2.0 * x)(DiagonalMatrix(d))))
+    exported = jax.export.export(program)(jax.ShapeDtypeStruct((n,), jnp.float32))
+    np.testing.assert_array_equal(exported.call(jnp.ones(2, jnp.float32)), 2 * np.eye(2))
+
+
 @pytest.mark.slow
 def test_nothing_dense_is_made():
     """A system whose dense matrix would take 8 TB."""

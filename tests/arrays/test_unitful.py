@@ -1,5 +1,6 @@
 """`Unitful`: pint and astropy as oracles, and what is refused while tracing."""
 
+import functools
 import sys
 from fractions import Fraction
 
@@ -191,6 +192,11 @@ def test_linear_algebra():
     same(f(jnp.linalg.svd)(A)[1], jnp.linalg.svd(a)[1], "kg")
     same(f(jnp.linalg.qr)(A)[0], jnp.linalg.qr(a)[0])
     same(f(jnp.linalg.qr)(A)[1], jnp.linalg.qr(a)[1], "kg")
+    q, r, pivots = f(functools.partial(jax.scipy.linalg.qr, pivoting=True))(A)
+    expected = jax.scipy.linalg.qr(a, pivoting=True)
+    same(q, expected[0])
+    same(r, expected[1], "kg")
+    same(pivots, expected[2])
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])

@@ -11,6 +11,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.unitful import Unitful
+from tests.samples import array
 
 
 class Plain(ql.ArrayValue):
@@ -437,7 +438,7 @@ class Signed(ql.ArrayValue):
         return self.array * jnp.copysign(1.0, self.like)
 
 
-_SHARED = jnp.array([2.0, 3.0])
+_SHARED = array([2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -524,9 +525,9 @@ class SummedAlong(ql.ArrayValue):
 @pytest.mark.parametrize(
     "x",
     [
-        RowScaled(jnp.ones((3, 3)), (1.0, 10.0, 100.0)),
-        RowScaled(jnp.arange(4.0), (1.0, 10.0, 100.0, 1000.0)),
-        SummedAlong(jnp.ones((4, 3)), 1),
+        RowScaled(array(np.ones((3, 3))), (1.0, 10.0, 100.0)),
+        RowScaled(array(np.arange(4.0)), (1.0, 10.0, 100.0, 1000.0)),
+        SummedAlong(array(np.ones((4, 3))), 1),
     ],
 )
 @pytest.mark.parametrize(
@@ -574,7 +575,7 @@ class NoRules(ql.ArrayValue):
         return self.array
 
 
-_BFLOAT16 = jnp.ones(3, jnp.bfloat16)
+_BFLOAT16 = array(np.ones(3, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("f", [lambda x: x.astype(jnp.float32) + _BFLOAT16, lambda x: jnp.sum(x) * _BFLOAT16])
@@ -613,3 +614,22 @@ def test_classes_that_print_alike_are_named():
     x, y = Length(_SHARED, "m"), Unitful(_SHARED, "m")
     with pytest.raises(ql.StructureError, match=r"Unitful .* m on one side, Length .* m on the other. Make"):
         ql.quaxify(lambda x, y: lax.cond(True, lambda: x, lambda: y))(x, y)
+
+
+# A `materialise` that JAX can differentiate, but not transpose
+
+
+class Stored(ql.ArrayValue):
+    array: jax.Array
+    at: jax.Array
+
+    linear = True
+
+    def materialise(self):
+        return jnp.zeros(6).at[self.at].set(self.array)
+
+
+def test_the_gradient_of_a_type_made_inside_whose_scatter_has_no_transpose():
+    at, x = jnp.array([4, 1]), jnp.array([1.0, -2.0])
+    f = lambda x: jnp.sum(jnp.exp(Stored(x, at)))
+    np.testing.assert_allclose(ql.quaxify(jax.grad(f))(x), jnp.exp(x), rtol=1e-6)

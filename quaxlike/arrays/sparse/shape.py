@@ -256,8 +256,8 @@ def _gather(
     one = tuple(1 if i == axis else size for i, size in enumerate(x.shape))
     if tuple(slice_sizes) != one or not {axis}.issuperset(dims.collapsed_slice_dims):
         return NotImplemented
-    positions = jnp.asarray(indices)[..., dims.start_index_map.index(axis)].astype(jnp.int32)
-    out = lines(x, axis, jnp.clip(positions, 0, x.shape[axis] - 1))
+    starts = jnp.asarray(indices)[..., dims.start_index_map.index(axis)]
+    out = lines(x, axis, clamped_start(starts, x.shape[axis], 1))
     if out is NotImplemented:
         return out
     if not dims.collapsed_slice_dims:

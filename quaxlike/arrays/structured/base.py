@@ -202,7 +202,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
         Declines if this repeats rows or columns, since the result has a different structure.
         """
-        full = np.broadcast_shapes(self.shape, shape)
+        full = jnp.broadcast_shapes(self.shape, shape)  # sizes may be symbolic
         if full[-2:] != self.matrix_shape:
             return NotImplemented
         return self if full == self.shape else self.stacked(full[:-2])

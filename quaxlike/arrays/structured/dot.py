@@ -14,7 +14,7 @@ from ...core.policy import dense
 from ...core.quaxify import quaxify, value_of
 from ...core.rules import active_layers, register_on_either_side, resolver
 from ...core.values import is_value
-from ..dot_axes import arrange, dot_axes, in_order
+from ..dot_axes import arrange, common_dtype, dot_axes, in_order
 from .base import StructuredMatrix, inside, lead
 from .diagonal import DiagonalMatrix
 
@@ -46,7 +46,7 @@ def _product(
         return NotImplemented
     if of_matrix.contracting == (rows,):
         matrix = matrix.transposed()
-    dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
+    dtype = _computed_in(matrix.dtype, jnp.result_type(x), preferred_element_type)
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
         own = dict(zip(batch, of_x.batch, strict=True))
@@ -76,6 +76,16 @@ def _product(
         return y if preferred_element_type is None else _cast(y, preferred_element_type)
 
     return inside(product, matrix, x)
+
+
+def _computed_in(x: Any, y: Any, preferred: Any) -> Any:
+    """Returns the dtype to multiply in. This is `preferred` if wider: the products may not fit in another."""
+    dtype = jnp.promote_types(x, y)
+    return (
+        dtype
+        if preferred is None
+        else common_dtype(*(jax.ShapeDtypeStruct((), d) for d in (dtype, preferred)))
+    )
 
 
 def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) -> Any:
@@ -114,7 +124,7 @@ def _structured_product(primitive: Primitive, x: StructuredMatrix, y: Structured
     stacked = tuple(range(n))
     if x.batch == y.batch and len(x_summed) == 1 and tuple(x_batch) == tuple(y_batch) == stacked:
         preferred = params["preferred_element_type"]
-        dtype = jnp.promote_types(x.dtype, y.dtype)
+        dtype = _computed_in(x.dtype, y.dtype, preferred)
         a = x if x_summed[0] == n + 1 else x.transposed()
         b = y if y_summed[0] == n else y.transposed()
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])

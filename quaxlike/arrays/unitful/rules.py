@@ -80,10 +80,10 @@ _POWERS: dict[str, Any] = {
     # values, indices
     "top_k": (1, 0),
     "approx_top_k": (1, 0),
-    # the packed factors, pivots, permutation; packed, tau; vectors, values; ...
+    # the packed factors, pivots, permutation; packed, tau; Q, R, pivots; vectors, values; ...
     "lu": (1, 0, 0),
     "geqrf": (1, 0),
-    "qr": (0, 1),
+    "qr": (0, 1, 0),
     "eigh": (0, 1),
     "eig": (1, 0, 0),
     "svd": (1, 0, 0),
@@ -97,7 +97,7 @@ def _powers(primitive: Primitive, x: Unitful, *rest: ArrayLike, **params: Any) -
     if not primitive.multiple_results:
         return with_unit(out, x.unit**powers)
     powers = powers if isinstance(powers, tuple) else (powers,) * len(out)
-    return [with_unit(o, x.unit**p) for o, p in zip(out, powers, strict=False)]
+    return [with_unit(o, x.unit**p) for o, p in zip(out, powers[: len(out)], strict=True)]
 
 
 @register("integer_pow")

@@ -405,6 +405,8 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     if n == 0:
         return Zero(out.shape, out.dtype)
     if isinstance(x, Full) and isinstance(y, Full):
+        if not isinstance(n, int):  # a symbolic size
+            return NotImplemented
 
         def product(a: Any, b: Any) -> Any:
             a, b = jnp.astype(a, out.dtype), jnp.astype(b, out.dtype)

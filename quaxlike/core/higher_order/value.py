@@ -103,7 +103,11 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
         whole = [next(parts_left) if u else x for x, u in zip(leaves, undefined, strict=True)]
         return materialised(jtu.tree_unflatten(treedef, whole))
 
-    cts = iter(jax.linear_transpose(of_undefined, *avals)(ct))
+    try:
+        found = jax.linear_transpose(of_undefined, *avals)(ct)
+    except NotImplementedError:  # JAX can differentiate e.g. a scatter, but not transpose it
+        found = jax.vjp(of_undefined, *[jnp.zeros(a.shape, a.dtype) for a in avals])[1](ct)
+    cts = iter(found)
     return [next(cts) if unknown else None for unknown in undefined]
 
 

@@ -119,3 +119,17 @@ def test_a_stack_beside_an_array_of_as_many_axes(axis):
         with ql.on_materialise("allow"):
             found = ql.quaxify(lambda x, y: jnp.concatenate([x, 2 * y], axis))(*pair)
         np.testing.assert_array_equal(ql.materialise(found), jnp.concatenate([dense, 2 * dense], axis))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ql.SparseArray.from_dense,
+        lambda x: ql.BlockSparseArray.from_dense(x, block_size=4, density=1.0),
+    ],
+)
+def test_clamped_indices_that_do_not_fit_in_32_bits(make):
+    dense = jnp.arange(64.0).reshape(8, 8) + 1
+    f = lambda x, i: jnp.take(x, i, axis=0, mode="clip")
+    indices = jnp.array([0, 2**32 - 1, 5], jnp.uint32)
+    np.testing.assert_array_equal(ql.quaxify(f)(make(dense), indices), f(dense, indices))
