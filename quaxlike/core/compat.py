@@ -443,6 +443,11 @@ def is_jacfwd(frame: types.FrameType) -> bool:
     return frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname
 
 
+def lacks_forward_mode(error: TypeError) -> bool:
+    """Returns whether JAX raised this because a `jax.custom_vjp` has no forward-mode derivative."""
+    return "forward-mode autodiff (jvp) to a custom_vjp function" in str(error)
+
+
 def has_unsortable_keys(error: ValueError) -> bool:
     """Returns whether JAX refuses to flatten a dictionary because its keys cannot be sorted."""
     return "sorting pytree dictionary keys" in str(error)

@@ -13,6 +13,8 @@ from jax.core import ShapedArray
 from jax.extend.core import TraceTag, set_current_trace, take_current_trace
 from jax.interpreters import ad
 
+from ..core import compat
+
 _T = TypeVar("_T")
 
 Params = dict[str, Any]
@@ -72,7 +74,15 @@ class Jvp:
     def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
         primals, _, tangents = self.groups(operands)
         live, of_live = of_chosen(parent, self.nonzero, primals, self.outputs)
-        return jax.jvp(of_live, tuple(live), tuple(tangents))[1]
+        try:
+            return jax.jvp(of_live, tuple(live), tuple(tangents))[1]
+        except TypeError as error:
+            if not compat.lacks_forward_mode(error):
+                raise
+            # The parent contains a `custom_vjp`. JAX can't map its tangents, but its cotangents.
+            out, pull = jax.vjp(of_live, *live)
+            avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
+            return jax.linear_transpose(lambda *cts: pull(list(cts)), *avals)(tuple(tangents))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,6 +112,20 @@ def test_jacfwd(transform, found):
     assert any(map(compat.is_jacfwd, frames)) is found
 
 
+def test_no_forward_mode():
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    f.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    with pytest.raises(TypeError) as error:
+        jax.jvp(f, (1.0,), (1.0,))
+    assert compat.lacks_forward_mode(error.value)
+    with pytest.raises(TypeError) as error:
+        jax.jvp(f, (1.0,), (1,))
+    assert not compat.lacks_forward_mode(error.value)
+
+
 def test_keys_that_cannot_be_sorted():
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is what is tested)
         jax.tree.leaves({1: 0, "a": 0})

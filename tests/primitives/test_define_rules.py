@@ -317,3 +317,24 @@ def test_no_transpose_in_a_point_of_linearisation():
     p = define_primitive("test_point", jnp.sin)
     with pytest.raises(TypeError, match="not linear in that"):
         jax.linear_transpose(lambda x: jax.jvp(p, (x,), (X,))[1], X)(X)
+
+
+def test_gradients_of_mapped_primitives_with_a_custom_vjp():
+    @jax.custom_vjp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
+    f = lambda x: sine(x) * x
+    own = lambda ct, x: (ct * (jnp.sin(x) + 2 * x * jnp.cos(x)),)
+    x = jnp.array([0.3, 0.5])
+    for p in (define_primitive("sine_times", f), define_primitive("sine_times_by_hand", f, vjp=own)):
+        for grad in (
+            lambda g: jax.grad(lambda x: jax.vmap(g)(x).sum())(x),
+            lambda g: jax.vmap(jax.grad(lambda x: jax.vmap(g)(x).sum()))(x[None]),
+            lambda g: jax.jit(jax.grad(lambda x: lax.map(jax.vmap(g), x[None]).sum()))(x),
+        ):
+            np.testing.assert_allclose(grad(p), grad(f), rtol=1e-6)
+    p = define_primitive("sine_times_again", f)
+    hessian = jax.hessian(lambda x: p(x).sum())(x)
+    np.testing.assert_allclose(hessian, jax.jacrev(jax.grad(lambda x: f(x).sum()))(x), rtol=1e-6)
