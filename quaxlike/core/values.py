@@ -81,10 +81,9 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """Whether this value is linear in its array leaves, so that its tangents and cotangents have its class.
 
     A value is treated as linear if it and all Values inside it declare this, so a type doesn't have to check
-    its parts. JAX must be able to transpose `materialise`: for example, `x.at[i].set(y)` only with
-    `unique_indices=True`. Integer, boolean and key leaves don't have tangents, and are shared by derivatives.
-    If a leaf is shared by several elements, or is only part of one, then a cotangent doesn't belong to a
-    single element, and the backward function of a `jax.custom_vjp` receives a dense cotangent.
+    its parts. Integer, boolean and key leaves don't have tangents, and are shared by derivatives. If a leaf
+    is shared by several elements, or is only part of one, then a cotangent doesn't belong to a single
+    element, and the backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
     stores_elements: ClassVar[bool] = False

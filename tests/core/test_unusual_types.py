@@ -633,3 +633,11 @@ def test_the_gradient_of_a_type_made_inside_whose_scatter_has_no_transpose():
     at, x = jnp.array([4, 1]), jnp.array([1.0, -2.0])
     f = lambda x: jnp.sum(jnp.exp(Stored(x, at)))
     np.testing.assert_allclose(ql.quaxify(jax.grad(f))(x), jnp.exp(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.norm])
+def test_the_gradient_of_a_custom_derivative_of_such_a_type(f):
+    at, x = jnp.array([4, 1]), jnp.array([1.0, -2.0])
+    grad = jax.grad(lambda x: jnp.sum(ql.materialise(ql.quaxify(f)(Stored(x, at)))))(x)
+    dense = jax.grad(lambda x: jnp.sum(f(Stored(x, at).materialise())))(x)
+    np.testing.assert_allclose(grad, dense, rtol=1e-6)

@@ -33,7 +33,7 @@ from ..jaxprs.linearity import (
 from ..jaxprs.slots import LeafLayout, flatten, has_cotangents, per_slot
 from ..jaxprs.unify import StructureError, dense_as, map_parts_as, unify
 from ..policy import dense, materialised
-from ..values import Value, aval_of, is_value
+from ..values import Value, aval_of, is_value, probing
 
 WHAT = "a custom derivative"
 _PLAIN = "It is the derivative of a plain array."
@@ -73,15 +73,42 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
             return zeros(tangent)
         # A constant, e.g. a `Zero`, doesn't have any leaves to store a tangent.
         return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
-    if slot.linear:
+    if slot.linear and _has_transpose(slot):
         triples = zip(primals, tangents, slot.avals, strict=True)
         # The tangent has the same pattern as the primal, i.e. the same indices or codes.
         return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
     # The user's rule is called with the converted Value, so its tangent is the conversion's.
-    y, tangent = jax.jvp(*_on_inexact(_linear_part, slot, primals, inexact), nonzero)
+    to_linear = materialised if slot.linear else _linear_part
+    y, tangent = jax.jvp(*_on_inexact(to_linear, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_transpose(slot: LeafLayout) -> bool:
+    """Returns whether JAX can transpose `materialise`.
+
+    JAX can differentiate e.g. a scatter, but not transpose it. Materialising a tangent by it would leave the
+    tangent without a gradient.
+    """
+
+    def transposed(leaves: Sequence[Any], ct: Any) -> Any:
+        fun, moving = _on_inexact(materialised, slot, leaves, list(map(has_tangent, slot.avals)))
+        return jax.linear_transpose(fun, *moving)(ct)
+
+    with probing():
+        try:
+            jax.eval_shape(transposed, *jtu.tree_map(_shape, (list(slot.avals), slot.aval)))
+        except NotImplementedError:
+            return False
+        except Exception:  # a type may refuse with any error
+            return True
+    return True
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _with_leaves(constant: Value) -> Any:
