@@ -82,7 +82,7 @@ class Jvp:
             # The parent contains a `custom_vjp`. JAX can't map its tangents, but its cotangents.
             out, pull = jax.vjp(of_live, *live)
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
-            return jax.linear_transpose(lambda *cts: pull(list(cts)), *avals)(tuple(tangents))
+            return list(jax.linear_transpose(lambda *cts: pull(list(cts)), *avals)(tuple(tangents)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from quaxlike.arrays.structured import (
     solve,
 )
 from quaxlike.arrays.unitful import Unitful
-from tests.samples import Late, array
+from tests.samples import Late, array, checks_annotations
 
 scipy_linalg = Late("scipy.linalg")
 
@@ -222,6 +222,7 @@ def test_products_are_computed_in_the_dtype_that_is_asked_for(name):
         _same(ql.quaxify(f)(a, a), wide @ wide)
 
 
+@pytest.mark.skipif(checks_annotations, reason="The annotations of shapes are of numbers.")
 def test_scaling_a_matrix_of_symbolic_size():
     (n,) = jax.export.symbolic_shape("n")
     program = jax.jit(lambda d: ql.materialise(ql.quaxify(lambda x: 2.0 * x)(DiagonalMatrix(d))))

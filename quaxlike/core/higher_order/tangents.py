@@ -101,7 +101,7 @@ def _has_transpose(slot: LeafLayout) -> bool:
         try:
             jax.eval_shape(transposed, *jtu.tree_map(_shape, (list(slot.avals), slot.aval)))
         except NotImplementedError:
-            return False
+            return refuses(slot.like)  # unless the error is the type's own
         except Exception:  # a type may refuse with any error
             return True
     return True
