@@ -81,11 +81,9 @@ def _product(
 def _computed_in(x: Any, y: Any, preferred: Any) -> Any:
     """Returns the dtype to multiply in. This is `preferred` if wider: the products may not fit in another."""
     dtype = jnp.promote_types(x, y)
-    return (
-        dtype
-        if preferred is None
-        else common_dtype(*(jax.ShapeDtypeStruct((), d) for d in (dtype, preferred)))
-    )
+    if preferred is None:
+        return dtype
+    return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), preferred))
 
 
 def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) -> Any:
