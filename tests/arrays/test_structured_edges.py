@@ -16,6 +16,7 @@ from quaxlike.arrays.structured import (
     TridiagonalMatrix,
 )
 from quaxlike.arrays.zero import Identity
+from tests.samples import array
 
 from .test_structured import MAKERS, N
 from .test_structured import _normal as normal
@@ -211,3 +212,46 @@ def test_determinants_of_one_element(name, sign):
     of_stack = jax.vmap(jnp.linalg.slogdet)
     for f in (jnp.linalg.det, jnp.linalg.slogdet, lambda x: of_stack(jnp.stack([x, x]))):
         jax.tree.map(np.testing.assert_allclose, jax.jit(ql.quaxify(f))(matrix), jax.jit(f)(dense))
+
+
+_OVERFLOWING = {
+    "kronecker": lambda: KroneckerMatrix(array([[100]], "int8"), array([[2]], "int8")),
+    "update": lambda: LowRankUpdate(array([[100]], "int8"), array([[50]], "int8"), array([[2]], "int8")),
+    "booleans": lambda: LowRankUpdate(array(np.eye(2), "bool"), array(np.ones((2, 1)), "bool")),
+    "cancelling": lambda: LowRankUpdate(
+        array([[16777217]], "int32"), array([[-16777216]], "int32"), array([[1]], "int32")
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+@pytest.mark.parametrize("name", _OVERFLOWING)
+def test_integers_wrap_before_they_are_converted(name, default_promotion):
+    x = _OVERFLOWING[name]()
+    ones = jnp.ones(x.shape[0], jnp.float32)
+    programs = [
+        lambda x: x.astype(jnp.float32), lambda x: x @ ones, lambda x: ones @ x, jnp.mean, jnp.trace,
+        jnp.diagonal, lambda x: jnp.matmul(x, x, preferred_element_type=jnp.int32),
+    ]  # fmt: skip
+    if x.dtype != bool:
+        programs += [jnp.abs, jnp.sign, jnp.linalg.slogdet, jnp.linalg.det, lambda x: x / 2]
+    for program in programs:
+        found, expected = ql.quaxify(program)(x), program(x.materialise())
+        for a, b in zip(jax.tree.leaves(ql.materialise(found)), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_diagonal_times_an_update_of_small_integers():
+    update = LowRankUpdate(array(np.eye(3), "int8"), array(np.ones((3, 1)), "int8"))
+    _agrees(jnp.multiply, DiagonalMatrix(array([1, 2, 3], "int8")), update)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "tridiagonal"])
+def test_the_sign_of_a_complex_determinant_has_a_derivative(name):
+    z, t = array([1 + 2j, 3 - 1j], "complex128"), array([0.5 + 1j, 0.5 + 1j], "complex128")
+    off = array([0.3j], "complex128")
+    make = DiagonalMatrix if name == "diagonal" else lambda z: TridiagonalMatrix(off, z, off)
+    found = jax.jvp(lambda z: ql.quaxify(jnp.linalg.slogdet)(make(z)), (z,), (t,))
+    expected = jax.jvp(lambda z: jnp.linalg.slogdet(make(z).materialise()), (z,), (t,))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)

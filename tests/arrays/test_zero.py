@@ -301,3 +301,10 @@ def test_selection_by_a_stack_of_constants():
     ):
         found = ql.materialise(ql.quaxify(jnp.where)(which, *cases))
         np.testing.assert_array_equal(found, jnp.where(which.materialise(), *ql.materialise(cases)))
+
+
+def test_the_sum_of_a_large_identity_of_small_integers():
+    program = lambda x: jnp.sum(x, dtype=jnp.int8)
+    assert ql.materialise(ql.quaxify(program)(Identity(300, jnp.int8))) == program(
+        jnp.eye(300, dtype=jnp.int8)
+    )

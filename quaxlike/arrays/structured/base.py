@@ -46,6 +46,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     means that it can't represent a matrix filled with anything else.
     """
 
+    combines_parts: ClassVar[bool] = False
+    """Whether elements are sums or products of elements of the parts."""
+
     is_sum: ClassVar[bool] = False
     """Whether elements are sums of several terms.
 
@@ -102,6 +105,18 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         computed for each part separately.
         """
         return None
+
+    def converts_by_parts(self, dtype: Any) -> bool:
+        """Returns whether converting every part to `dtype` converts the elements, up to rounding.
+
+        Sums and products of integers or booleans can wrap and cancel, so they must be computed first. And
+        casting both 0.5s in 0.5 + 0.5 to integers gives 0 rather than 1.
+        """
+        if not self.combines_parts or dtype == self.dtype:
+            return True
+        both = (self.dtype, dtype)
+        of_complex, complex_too = (jnp.issubdtype(x, jnp.complexfloating) for x in both)
+        return all(jnp.issubdtype(x, jnp.inexact) for x in both) and (complex_too or not of_complex)
 
     def diagonal_block(self: _M, rows: slice) -> _M | NotImplementedType:
         """Returns the block with these rows and the same columns, if it has the same type."""
@@ -304,6 +319,15 @@ def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:
 def lead(part: Any, ndim: int) -> Any:
     """Adds leading axes of size 1, for at least `ndim` axes in total."""
     return part if part.ndim >= ndim else jnp.reshape(part, (*[1] * (ndim - part.ndim), *part.shape))
+
+
+def sign_of(x: Any) -> Any:
+    """Computes `jnp.sign`, with a derivative for complex numbers, which JAX before 0.12 lacks."""
+    if not jnp.iscomplexobj(x):
+        return jnp.sign(x)
+    size = jnp.abs(x).astype(x.dtype)
+    is_zero = size == 0
+    return jnp.where(is_zero, size, x / jnp.where(is_zero, jnp.ones_like(size), size))
 
 
 def solve_part(part: Any, b: Any) -> Any:

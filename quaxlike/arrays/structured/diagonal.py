@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.values import replace_fields
-from .base import StructuredMatrix, as_part, lead
+from .base import StructuredMatrix, as_part, lead, sign_of
 
 
 class DiagonalMatrix(StructuredMatrix):
@@ -80,7 +80,7 @@ class DiagonalMatrix(StructuredMatrix):
 
     def slogdet(self) -> tuple[Any, Any]:
         # Don't take the logarithm of the product: a product of many elements may overflow.
-        sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
+        sign = jnp.prod(sign_of(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 
     def det(self) -> Any:

@@ -47,6 +47,8 @@ def _product(
     if of_matrix.contracting == (rows,):
         matrix = matrix.transposed()
     dtype = _computed_in(matrix.dtype, jnp.result_type(x), preferred_element_type)
+    if not matrix.converts_by_parts(dtype):
+        return NotImplemented
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
         own = dict(zip(batch, of_x.batch, strict=True))
@@ -123,10 +125,13 @@ def _structured_product(primitive: Primitive, x: StructuredMatrix, y: Structured
     if x.batch == y.batch and len(x_summed) == 1 and tuple(x_batch) == tuple(y_batch) == stacked:
         preferred = params["preferred_element_type"]
         dtype = _computed_in(x.dtype, y.dtype, preferred)
+        by_parts = x.converts_by_parts(dtype) and y.converts_by_parts(dtype)
         a = x if x_summed[0] == n + 1 else x.transposed()
         b = y if y_summed[0] == n else y.transposed()
-        out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
-        if out is not NotImplemented:
+        out = NotImplemented
+        if by_parts:
+            out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
+        if out is not NotImplemented and (preferred is None or out.converts_by_parts(preferred)):
             return out if preferred is None else out.converted(preferred)
     # Materialise only one operand, so that the product still exploits the structure of the other one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")

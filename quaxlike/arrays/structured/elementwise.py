@@ -38,24 +38,16 @@ def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params:
     return NotImplemented if y <= 0 or x.places() is None else _on_parts(primitive, x, y=y, **params)
 
 
-# These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so apply them to both factors.
+# These are multiplicative, e.g. `abs(a * b) == abs(a) * abs(b)`, so apply them to both factors. Products of
+# integers can wrap, which changes their signs.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
-    return _on_parts(primitive, x, **params)
+    return _on_parts(primitive, x, **params) if jnp.issubdtype(x.dtype, jnp.inexact) else NotImplemented
 
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
-    # If elements are products or sums of parts, rounding the parts isn't the same as rounding the elements.
-    # For example, casting both 0.5s in 0.5 + 0.5 to integers gives 0 rather than 1.
-    if x.places() is None and (
-        x.dtype == bool
-        or not jnp.issubdtype(new_dtype, jnp.inexact)
-        or (
-            jnp.issubdtype(x.dtype, jnp.complexfloating)
-            and not jnp.issubdtype(new_dtype, jnp.complexfloating)
-        )
-    ):
+    if not x.converts_by_parts(new_dtype):
         return NotImplemented
     return x.each(lambda part, _: primitive.bind(part, new_dtype=new_dtype, **params))
 

@@ -45,6 +45,7 @@ class KroneckerMatrix(StructuredMatrix):
     CORE: ClassVar[dict[str, int]] = {"a": 2, "b": 2}
     FACTORS = ("a",)
     OTHERS: ClassVar[dict[str, int] | None] = {"b": 1}
+    combines_parts = True
 
     def __check_init__(self) -> None:
         check_batches(self)

@@ -200,7 +200,10 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return [inside(of_matrix, x)]
     # Integers are converted to floating point. Linear systems can't be solved in half precision.
     dtype = jaxpr.out_avals[0].dtype
-    out = inside(of_matrix, x.converted(dtype if dtype.itemsize > 2 else jnp.float32))
+    dtype = dtype if dtype.itemsize > 2 else jnp.float32
+    if not x.converts_by_parts(dtype):
+        return NotImplemented
+    out = inside(of_matrix, x.converted(dtype))
     outs = out if isinstance(out, tuple) else (out,)
 
     def cast(x: Any, aval: Any) -> Any:

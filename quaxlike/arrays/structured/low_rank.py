@@ -57,6 +57,7 @@ class LowRankUpdate(StructuredMatrix):
 
     CORE: ClassVar[dict[str, int]] = {"base": 2, "u": 2, "v": 2}
     FACTORS = ("base", "u")
+    combines_parts = True
     is_sum = True
     OTHERS: ClassVar[dict[str, int] | None] = {"u": 0, "v": 0}
 
@@ -227,7 +228,8 @@ class LowRankUpdate(StructuredMatrix):
 
     def diagonal_elements(self) -> Any:
         n = min(self.matrix_shape)
-        update = jnp.sum(self._wide(self.u)[..., :n, :] * self._wide(self.v)[..., :n, :], -1)
+        u, v = self._wide(self.u)[..., :n, :], self._wide(self.v)[..., :n, :]
+        update = jnp.sum(u * v, -1, dtype=self.dtype)  # by default, sums of small integers are int32
         return lead(diagonal_of(self.base), update.ndim) + update
 
     def _wide(self, part: Any, batch: tuple[int, ...] | None = None) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ...core.values import replace_fields
-from .base import StructuredMatrix, as_part, check_batches, lead
+from .base import StructuredMatrix, as_part, check_batches, lead, sign_of
 
 
 class TridiagonalMatrix(StructuredMatrix):
@@ -124,11 +124,11 @@ class TridiagonalMatrix(StructuredMatrix):
             # make sure not to divide by zero.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
-            return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
+            return (*kept, jnp.where(swap, -sign, sign) * sign_of(chosen)), jnp.abs(chosen)
 
         start = (diagonal[0], upper[0], jnp.ones(self.batch, self.dtype))
         (last, _, sign), pivots = lax.scan(eliminate, start, (lower[1:], diagonal[1:], upper[1:]))
-        return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
+        return sign * sign_of(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
 
     def det(self) -> Any:
         """Uses the recurrence relation for leading principal minors.

@@ -494,7 +494,8 @@ def _elementwise_on_identity(primitive: Primitive, x: Identity, **params: Any) -
 def _reduce_sum(x: Identity, *, axes: Sequence[Any], **params: Any) -> Full | Identity:
     if not axes:
         return x
-    return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
+    # `astype` wraps an `n` that doesn't fit, as a sum of ones would.
+    return Full(np.asarray(x.n).astype(x.dtype), (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
 
 
 # The identity is its own LU factor. The rules for these two primitives also simplify `jnp.linalg.solve` and
