@@ -27,6 +27,21 @@ INLINED = {
     **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
 }
 
+# Given a variable of the step and its value, returns this value without a derivative.
+Fixed = Callable[[Any, Any], Any]
+
+
+def in_any_derivative(atom: Any, value: Any) -> Any:
+    return lax.stop_gradient(value)
+
+
+def at_values(values: Mapping[Any, Any]) -> Fixed:
+    """Fixes variables at their `values`, which are computed outside the function to differentiate.
+
+    A derivative of the whole learner (as in meta-learning) still sees them, unlike with `stop_gradient`.
+    """
+    return lambda atom, value: value if isinstance(atom, Literal) else values[atom]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
@@ -93,19 +108,19 @@ class Op:
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
-    def with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
-        fixed = self.weights.values()
-        return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
+    def with_fixed_weights(self, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
+        weights, atoms = self.weights.values(), self.eqn.invars
+        return [fixed(atoms[i], x) if i in weights else x for i, x in enumerate(operands)]
 
-    def bind_with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
+    def bind_with_fixed_weights(self, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
         """Binds the primitive with its weights held fixed in y. Its other results have no traces, so they are
         still differentiated.
         """
-        fixed = bind(self.eqn, self.with_fixed_weights(operands))
-        if len(fixed) == 1:
-            return fixed
+        results = bind(self.eqn, self.with_fixed_weights(operands, fixed))
+        if len(results) == 1:
+            return results
         i = self.primitive.y_outvar_index
-        return with_items(bind(self.eqn, operands), [i], [fixed[i]])
+        return with_items(bind(self.eqn, operands), [i], [results[i]])
 
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """Selects just the input and the weights from a list of operands."""

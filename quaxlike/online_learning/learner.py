@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._checked import check_option
-from .graph import Group, Op, Relation, bind, with_items
+from .graph import Group, Relation, at_values, with_items
 from .step import Step, TracedStep, reached
 
 Weights = dict[str, Any]
@@ -119,9 +119,12 @@ class Learner(abc.ABC):
         traced = self._traced(model, state, inputs)
         step, params = traced.step, traced.params
         self._check_traces(step, traces)
+        here = Linearised(step, params, traced.state, traced.inputs)
 
         def of_output(params: Sequence[Any], shifts: dict[int, Any]) -> Any:
-            next_state, output = step.with_shifts(params, traced.state, traced.inputs, shifts)
+            next_state, output = step.with_shifts(
+                params, traced.state, traced.inputs, shifts, fixed=here.fixed
+            )
             output = traced.output_of(output)
             return loss(output, *targets), (next_state, output)
 
@@ -130,8 +133,7 @@ class Learner(abc.ABC):
         differentiate = jax.value_and_grad(of_output, argnums=(0, 1), has_aux=True)
         (value, (next_state, output)), (grads, signals) = differentiate(params, shifts)
 
-        here = Linearised(step, params, traced.state, traced.inputs)
-        last_signals = self._of_last_states(traced, lambda output: loss(output, *targets))
+        last_signals = self._of_last_states(traced, here, lambda output: loss(output, *targets))
         last_traces, traces = traces, self._advance(here, traces)
         weights = {k: weights for k, (_, weights) in here.operands.items()}
         if weights:
@@ -147,14 +149,17 @@ class Learner(abc.ABC):
 
                         cotangents[relation.op] = jax.tree.map(add, cotangents[relation.op], found)
 
-            def operands(p: Any) -> Any:
-                return _operands(step, p, traced.state, traced.inputs).items()
+            def weights_of(params: Sequence[Any]) -> Any:
+                values = step.values(params, traced.state, traced.inputs)
+                return {k: weights for k, (_, weights) in step.operands(values).items()}
 
-            by_params = jax.vjp(lambda p: {k: weights for k, (_, weights) in operands(p)}, params)[1]
+            by_params = jax.vjp(weights_of, params)[1]
             grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
 
-    def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
+    def _of_last_states(
+        self, traced: TracedStep, here: "Linearised", loss: Callable[..., Array]
+    ) -> dict[int, Array]:
         """Differentiates the loss with respect to the last states, but not through the next states.
 
         For example, this is nonzero if the output or the input to an op uses the last states directly.
@@ -162,15 +167,15 @@ class Learner(abc.ABC):
         step, signals = traced.step, {}
         for group in step.groups:
 
-            def output(*last: Any, states: Sequence[int] = group.states) -> list[Any]:
+            def output(*last: Any, states: Sequence[int] = group.states, **fixed: Any) -> list[Any]:
                 shifts = dict(zip(states, last, strict=True))
-                return step.with_shifts(traced.params, traced.state, traced.inputs, {}, shifts)[1]
+                return step.with_shifts(traced.params, traced.state, traced.inputs, {}, shifts, **fixed)[1]
 
             avals = [step.state_avals[i] for i in group.states]
             if any(any(reached(output, avals, k)) for k in range(len(avals))):
 
                 def of_output(last: Any, output: Any = output) -> Any:
-                    return loss(traced.output_of(output(*last)))
+                    return loss(traced.output_of(output(*last, fixed=here.fixed)))
 
                 found = jax.grad(of_output)([jnp.zeros(aval.shape, aval.dtype) for aval in avals])
                 signals |= zip(group.states, found, strict=True)
@@ -240,12 +245,14 @@ class Linearised:
         self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
     ) -> None:
         self.step = step
-        self.operands = _operands(step, params, state, inputs)
+        values = step.values(params, state, inputs)
+        self.operands = step.operands(values)
+        self.fixed = at_values(values)
         moving = sorted(i for group in step.groups for i in group.states)
         self._moving = moving
 
         def next_state(moved: Sequence[Any], shifts: Sequence[Any]) -> list[Any]:
-            result = step.isolated(params, inputs, with_items(state, moving, moved), shifts)
+            result = step.isolated(params, inputs, with_items(state, moving, moved), shifts, self.fixed)
             return [result[i] for i in moving]
 
         self._primals = [state[i] for i in moving]
@@ -310,18 +317,3 @@ def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[...,
     for _ in range(lead):
         fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
     return fn
-
-
-def _operands(
-    step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
-) -> dict[int, tuple[Any, Weights]]:
-    found: dict[int, tuple[Any, Weights]] = {}
-
-    def note(op: Op, operands: Sequence[Any]) -> list[Any]:
-        k = step.ops.index(op)
-        if k in step.traced:
-            found[k] = op.operands(operands)
-        return bind(op.eqn, operands)
-
-    step.evaluate(params, state, inputs, note)
-    return found

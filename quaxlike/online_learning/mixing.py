@@ -66,7 +66,11 @@ _ELEMENTWISE = frozenset(
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
     nextafter""".split()  # noqa: SIM905
 )
-_CALLS = {**INLINED, "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_CALLS = {
+    **INLINED,
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    **dict.fromkeys(("custom_dce_call", "sequential_call"), "jaxpr"),
+}
 
 
 def _needed(jaxpr: Any) -> list[JaxprEqn]:

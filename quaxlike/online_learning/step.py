@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 from jaxtyping import PyTree
 
@@ -16,7 +15,18 @@ from ..core import compat
 from ..core.quaxify import quaxify
 from ..primitives.forms import symbolic_tangents
 from .common import merge_common, source_of
-from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops, widest, with_items
+from .graph import (
+    Fixed,
+    Group,
+    Op,
+    Relation,
+    bind,
+    in_any_derivative,
+    inline,
+    refuse_hidden_ops,
+    widest,
+    with_items,
+)
 from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
 
@@ -76,6 +86,7 @@ class Step:
         inputs: Sequence[Any],
         shifts: Mapping[int, Any],
         last: Mapping[int, Any] = {},
+        fixed: Fixed = in_any_derivative,
     ) -> tuple[list[Any], list[Any]]:
         """Returns the next state and the output, with derivatives excluding the traces' contributions.
 
@@ -95,7 +106,7 @@ class Step:
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
         next_state: dict[int, Any] = {}
-        fixed = self._coupled(last)
+        coupled = self._coupled(last)
         for i, eqn in enumerate(self.eqns):
             from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
             seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
@@ -103,13 +114,13 @@ class Step:
             if op is not None and not op.primitive.gradient_enabled:
                 from_inner = from_seen
             if op is not None and self.ops.index(op) in self.traced:
-                results = op.bind_with_fixed_weights(from_inner)
+                results = op.bind_with_fixed_weights(from_inner, fixed)
             else:
                 results = bind(eqn, from_inner)
             inner |= zip(eqn.outvars, results, strict=True)
             for j, var in enumerate(self.next_vars):
                 if any(var is v for v in eqn.outvars):
-                    own = lax.stop_gradient(inner[var]) if j in fixed else inner[var]
+                    own = fixed(var, inner[var]) if j in coupled else inner[var]
                     next_state[j] = own + shifts[j] if j in shifts else own
                     seen[var] = next_state[j]
         results = list(map(read_seen, self.results))
@@ -143,8 +154,10 @@ class Step:
         def acts_with(live: Op | None, *, through_y: bool = True) -> bool:
             def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
                 if op is not live:
-                    return bind(op.eqn, op.with_fixed_weights(operands))
-                return bind(op.eqn, operands) if through_y else op.bind_with_fixed_weights(operands)
+                    return bind(op.eqn, op.with_fixed_weights(operands, in_any_derivative))
+                if through_y:
+                    return bind(op.eqn, operands)
+                return op.bind_with_fixed_weights(operands, in_any_derivative)
 
             def next_state(*leaves: Any) -> list[Any]:
                 return self.evaluate(*self.parted(leaves), on_op)[0]
@@ -189,18 +202,38 @@ class Step:
         env |= dict(zip(self.jaxpr.invars, (*params, *state, *inputs), strict=True))
         return lambda atom: atom.val if isinstance(atom, Literal) else env[atom], env
 
+    def values(self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]) -> dict[Any, Any]:
+        """Runs the step, and returns the values of all its variables."""
+        read, env = self._environment(params, state, inputs)
+        for eqn in self.eqns:
+            env |= zip(eqn.outvars, bind(eqn, list(map(read, eqn.invars))), strict=True)
+        return env
+
+    def operands(self, values: Mapping[Any, Any]) -> dict[int, tuple[Any, dict[str, Any]]]:
+        """Selects the input and the weights of each traced op."""
+
+        def of_op(op: Op) -> tuple[Any, dict[str, Any]]:
+            return op.operands([a.val if isinstance(a, Literal) else values[a] for a in op.eqn.invars])
+
+        return {k: of_op(op) for k, op in enumerate(self.ops) if k in self.traced}
+
     def isolated(
-        self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        state: Sequence[Any],
+        shifts: Sequence[Any],
+        fixed: Fixed = in_any_derivative,
     ) -> list[Any]:
         """Returns the next state as a function of the last state and a shift for each y.
 
-        This stops gradients through ops, unless they are gradient-enabled.
+        The outputs of ops are fixed, unless they are gradient-enabled.
         """
 
         def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
             results = bind(op.eqn, operands)
             if not op.primitive.gradient_enabled:
-                results = [lax.stop_gradient(r) for r in results]
+                results = list(map(fixed, op.eqn.outvars, results))
             i = op.primitive.y_outvar_index
             results[i] = results[i] + shifts[self.ops.index(op)]
             return results

@@ -35,6 +35,11 @@ def _leaky(w, h, x):
     return h, jnp.sin(h)
 
 
+def _two_weights(model, h, x):
+    h = jax.nn.sigmoid(elementwise(model["leak"]))[None] * jnp.tanh(h) + matmul(x, model["w"])
+    return h, jnp.sin(h)
+
+
 # -------------------------------------------------------------------------------------------------
 # Models
 # -------------------------------------------------------------------------------------------------
@@ -421,3 +426,76 @@ def test_options_that_do_not_exist(learner, option):
     message = f"{name} takes one of 'warn', 'allow', 'error' as {option}; found 'raise'"
     with pytest.raises(ValueError, match=message):
         learner(_leaky, **{option: "raise"})
+
+
+# -------------------------------------------------------------------------------------------------
+# Derivatives of what a learner returns
+# -------------------------------------------------------------------------------------------------
+
+
+def test_a_learned_gradient_is_differentiated():
+    """As in meta-learning; by the weights, the last state and the input, against backpropagation."""
+    learner = DRTRL(_two_weights)
+    w, leak = normal(IN, HIDDEN, seed=2), normal(HIDDEN, seed=3)
+    h, xs = normal(BATCH, HIDDEN, seed=4), normal(3, BATCH, IN)
+    loss = lambda y: jnp.sum(y**2)
+
+    def learned(model, h, xs):
+        traces, grads = learner.init(model, h, xs[0]), jax.tree.map(jnp.zeros_like, model)
+        for x in xs:
+            found = learner.value_and_grad(loss, model, h, traces, x)
+            h, traces, grads = found.state, found.traces, jax.tree.map(jnp.add, grads, found.grads)
+        return grads
+
+    def backpropagated(model, h, xs):
+        def total(model):
+            state, sum_ = h, 0.0
+            for x in xs:
+                state, y = _two_weights(model, state, x)
+                sum_ = sum_ + loss(y)
+            return sum_
+
+        return jax.grad(total)(model)
+
+    model = {"w": w, "leak": leak}
+    squared = lambda grads: sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda *args, f=f: squared(f(*args)), argnums=(0, 1, 2)))(model, h, xs)
+        for f in (learned, backpropagated)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("of", ["loss", "state", "grads"])
+def test_results_of_pp_prop_are_differentiated(of):
+    learner, w, h, x = (
+        PPProp(_leaky, decay=0.5),
+        normal(IN, HIDDEN),
+        normal(HIDDEN, seed=1),
+        normal(IN, seed=2),
+    )
+    traces = jax.tree.map(
+        lambda t: t + jnp.asarray(0.1, t.dtype) if t.dtype == jnp.float32 else t, learner.init(w, h, x)
+    )
+
+    def learned(scale):
+        found = learner.value_and_grad(lambda y: jnp.sum(y**2), scale * w, h, traces, x)
+        return jnp.sum(getattr(found, of))
+
+    difference = (learned(1 + 1e-2) - learned(1 - 1e-2)) / 2e-2
+    np.testing.assert_allclose(jax.grad(learned)(1.0), difference, rtol=5e-3)
+
+
+def test_functions_with_dead_code_rules_keep_positions_apart():
+    square = ql.custom_dce(lambda h: (h**2, jnp.sin(h)))
+    square.def_dce(lambda used, h: (h**2 if used[0] else None, jnp.sin(h) if used[1] else None))
+
+    def step(w, h, x):
+        h = square(0.5 * h)[1] + matmul(x, w)
+        return h, h
+
+    w, h, x = normal(IN, HIDDEN), normal(BATCH, HIDDEN), normal(BATCH, IN)
+    learner = DRTRL(step, mixing="error")
+    learned = learner.value_and_grad(jnp.sum, w, h, learner.init(w, h, x), x)
+    expected = jax.grad(lambda w: jnp.sum(step(w, h, x)[1]))(w)
+    np.testing.assert_allclose(learned.grads, expected, rtol=1e-5)
