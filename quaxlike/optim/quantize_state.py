@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -27,6 +27,9 @@ _MOMENTS: dict[str, Moment | None] = {
     **dict.fromkeys(("sum_of_squares", "grad_sum_sq"), "root"),
     "ScaleByAdanState.v": "linear",
     "SophiaState.nu": "linear",
+    # Here, `nu` is the momentum, and `mu` one small accumulator for each axis.
+    "ScaleBySM3State.nu": "linear",
+    "ScaleBySM3State.mu": None,
     # This computes the variance as a difference of moments, which rounding can make negative.
     **{f"ScaleByRStdDev{x}State.{moment}": None for x in ("", "WithCount") for moment in ("mu", "nu")},
 }
@@ -118,8 +121,8 @@ def quantize_state(
     block = codec.block if block_size is None else block_size
     inner = optax.with_extra_args_support(transformation)
 
-    def rounded(state: PyTree, key: Any) -> PyTree:
-        """Quantises any large moments in a state."""
+    def rounded(state: PyTree, key: Any, params: PyTree) -> PyTree:
+        """Quantises any large moments in a state, of an optimiser of such parameters."""
         numbers = itertools.count()
 
         def leaf(kind: Moment | None, x: Any) -> Any:
@@ -128,7 +131,7 @@ def quantize_state(
             own = None if key is None else jax.random.fold_in(key, next(numbers))
             return _rounded(x, kind, codec, block, own)
 
-        return _map_moments(leaf, state, known)
+        return _map_moments(leaf, state, known, _named_tuples(params))
 
     def is_large(x: Any) -> bool:
         is_float = bool(jnp.issubdtype(x.dtype, jnp.floating))
@@ -138,7 +141,7 @@ def quantize_state(
         # Without this barrier, XLA spends a lot of time constant-folding large arrays.
         state = jax.lax.optimization_barrier(inner.init(params))
         large: dict[str, Any] = {}
-        new = rounded(state, None)
+        new = rounded(state, None, params)
         if not any(map(_is_rounded, jtu.tree_leaves(new, is_leaf=_is_rounded))):
             leaves = jtu.tree_leaves_with_path(state)
             large = {path_of(path): x for path, x in leaves if hasattr(x, "dtype") and is_large(x)}
@@ -157,8 +160,8 @@ def quantize_state(
         if stochastic:
             key, own = jax.random.split(jax.random.wrap_key_data(state.key))
             key = jax.random.key_data(key)
-        updates, new = inner.update(updates, dense(state.inner_state), params, **extra)
-        return updates, QuantizedState(rounded(new, own), key)
+        new_updates, new = inner.update(updates, dense(state.inner_state), params, **extra)
+        return new_updates, QuantizedState(rounded(new, own, updates), key)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -185,18 +188,37 @@ def dense(state: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
 
 
-def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """Calls `change(kind, array)` on each array, with the `kind` of its field."""
+def _named_tuples(tree: PyTree) -> set[type]:
+    """Returns the classes of the named tuples in a tree."""
+    found: set[type] = set()
+
+    def note(node: Any) -> bool:
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            found.add(type(node))
+        return False
+
+    jtu.tree_leaves(tree, is_leaf=note)
+    return found
+
+
+def _map_moments(
+    change: Any, state: PyTree, known: Mapping[str, Moment | None], of_params: Collection[type]
+) -> PyTree:
+    """Calls `change(kind, array)` on each array, with the `kind` of its field.
+
+    The fields of named tuples in the parameters, of the classes `of_params`, may have the names of moments.
+    """
     children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     if jtu.treedef_is_leaf(structure):
         return change(None, state)
 
     def within(key: Any, child: Any) -> Any:
-        name = key[0].name if isinstance(state, tuple) and hasattr(state, "_fields") else ""
+        is_state = isinstance(state, tuple) and hasattr(state, "_fields") and type(state) not in of_params
+        name = key[0].name if is_state else ""
         own = f"{type(state).__name__}.{name}"
         found = own if own in known else name
         if found not in known:
-            return _map_moments(change, child, known)
+            return _map_moments(change, child, known, of_params)
         return jtu.tree_map(lambda x: change(known[found], x), child)
 
     return structure.unflatten([within(key, child) for key, child in children])

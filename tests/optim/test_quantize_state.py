@@ -1,5 +1,7 @@
 """Moments in few bits, against optax in float32 and NumPy."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -318,3 +320,35 @@ def test_a_classifier_of_digits_ends_as_in_float32():
     for scheme in ("q8_0", "q4_0"):
         found = [ends(quantize_state(optax.adamw(3e-3), scheme, min_size=256), seed) for seed in range(3)]
         assert abs(np.mean(found) - np.mean(plain)) < 2 * np.std(plain) + 1e-3, (scheme, found, plain)
+
+
+class Attention(NamedTuple):
+    q: jax.Array
+    v: jax.Array
+
+
+@pytest.mark.parametrize("make", [contrib.schedule_free_adamw, lambda rate: contrib.schedule_free_sgd(rate)])
+def test_parameters_with_the_names_of_moments(make):
+    """Copies of the parameters in a state are no moments, though a field of theirs is called `v`."""
+    params = Attention(normal(64, 64, seed=1), normal(64, 64, seed=1))
+    grads = jax.tree.map(jnp.ones_like, params)
+    optimiser = quantize_state(make(1e-3), moments={"AttentionState.mu": "linear"})
+    if make is not contrib.schedule_free_adamw:
+        with pytest.raises(ValueError, match="No large array of this state is known to be a moment"):
+            optimiser.init(params)
+        return
+    updates, state = optimiser.update(grads, optimiser.init(params), params)
+    np.testing.assert_allclose(updates.v, updates.q, rtol=1e-6)
+    assert not any(map(is_rounded, jax.tree.leaves(state.inner_state.z, is_leaf=is_rounded)))
+
+
+def test_the_momentum_of_sm3_is_signed():
+    params = {"w": normal(64, 64)}
+    grads = {"w": -jnp.ones((64, 64))}
+    found = []
+    for optimiser in (optax.sm3(0.1), quantize_state(optax.sm3(0.1))):
+        state = optimiser.init(params)
+        for _ in range(3):
+            updates, state = optimiser.update(grads, state, params)
+        found.append(updates["w"])
+    np.testing.assert_allclose(*found, rtol=1e-2)
