@@ -14,7 +14,7 @@ from .._checked import checked
 from ..arrays.adapted import AdaptedArray, frozen_parts, labels_of, matrix_labels
 from ..core.quaxify import quaxify, value_of
 from ..core.values import is_value
-from .trees import difference, named_arrays, replace
+from .trees import difference, map_arrays, named_arrays, replace
 
 
 @checked(options=("models",))
@@ -61,7 +61,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
         ```
     """
     adapters = _adapters("stack_adapters", models, _adding_nothing)
-    return replace(models[0], {name: _stacked(name, leaves) for name, leaves in adapters.items()})
+    return replace(models[0], map_arrays(_stacked, adapters))
 
 
 @checked
@@ -157,8 +157,11 @@ def combine_adapters(
     numbers = [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in each]
     bases = named_arrays(models[0])
     adapters = _adapters("combine_adapters", models, lambda w, like: None)
-    combined = {name: _combined(name, bases[name], x, numbers, method, rank) for name, x in adapters.items()}
-    return replace(models[0], combined)
+
+    def combined(name: str, leaves: list[Any]) -> Any:
+        return _combined(name, bases[name], leaves, numbers, method, rank)
+
+    return replace(models[0], map_arrays(combined, adapters))
 
 
 def _entry(part: Any, index: ArrayLike) -> Any:
@@ -332,16 +335,18 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     arrays = named_arrays(model)
     adapters = {name: x for name, x in arrays.items() if isinstance(x, AdaptedArray) and x.dropout > 0}
     if key is None:
-        return replace(model, {name: x.replace(key=None) for name, x in adapters.items()})
+        return replace(model, map_arrays(lambda _, x: x.replace(key=None), adapters))
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    keys = jax.random.split(key, max(1, len(adapters)))
-    new = {}
-    for (name, x), k in zip(adapters.items(), keys, strict=False):
+    keys = dict(zip(adapters, jax.random.split(key, max(1, len(adapters))), strict=False))
+
+    def with_key(name: str, x: Any) -> Any:
+        own = keys[name]
         if batch := [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]:
-            k = jax.random.split(k, tuple(batch))  # Each layer of a stack needs a different key.
-        new[name] = x.replace(key=k)
-    return replace(model, new)
+            own = jax.random.split(own, tuple(batch))  # Each layer of a stack needs a different key.
+        return x.replace(key=own)
+
+    return replace(model, map_arrays(with_key, adapters))
 
 
 @checked

@@ -92,7 +92,7 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
     if unknown := [name for name in adapters if name not in weights]:
         raise ValueError(f"The merged model has no {', '.join(unknown)}, which the adapted model has.")
-    bare = {name: _unmerged(name, weights[name], x) for name, x in adapters.items()}
+    bare = map_arrays(lambda name, x: _unmerged(name, weights[name], x), adapters)
     bare = {name: x for name, x in bare.items() if x is not adapters[name]}
     _check_merged(merged, adapted, adapters, bare.keys(), weights)
     return replace(adapted, bare)

@@ -14,7 +14,7 @@ from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value, replace_fields
 from .select import Where, select
-from .trees import listing, named_arrays, replace
+from .trees import listing, map_arrays, named_arrays, replace
 
 
 @checked
@@ -115,20 +115,20 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     Source: Kim et al., PEQA, <https://arxiv.org/abs/2305.14152>.
     """
     arrays = named_arrays(model) if where is None else select(model, where)
-    trained: dict[str, Any] = {}
-    for name, x in arrays.items():
-        w = innermost(x)
-        if not isinstance(w, AbstractQuantizedArray):
-            continue
+    quantised = {name: x for name, x in arrays.items() if isinstance(innermost(x), AbstractQuantizedArray)}
+    if not quantised:
+        raise ValueError(f"There are no quantised weights, only {listing(arrays)}.")
+
+    def trained(name: str, x: Any) -> Any:
+        w: Any = innermost(x)
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
             raise ValueError(
                 f"{name} is of type {type(w).__name__}, whose scales are 8-bit codes, not floating-point "
                 "numbers. Leave it out with `where`."
             )
-        trained[name] = on_innermost(lambda w: dataclasses.replace(w, gradients="train"), x)
-    if not trained:
-        raise ValueError(f"There are no quantised weights, only {listing(arrays)}.")
-    return replace(model, trained)
+        return on_innermost(lambda w: dataclasses.replace(w, gradients="train"), x)
+
+    return replace(model, map_arrays(trained, quantised))
 
 
 def _parts_of(x: Any) -> list[str]:

@@ -137,16 +137,21 @@ def named_arrays(model: PyTree) -> dict[str, Any]:
 
 
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls `change(name, array)` for each array.
+    """Calls `change(name, array)` for each array, or each list of arrays.
 
     For an array appearing several times, e.g. a tied weight, `change` is only called once, so the results are
     tied as well.
     """
-    done: dict[int, Any] = {}  # `arrays` keeps them alive, so `id` is safe as a key.
+
+    # `arrays` keeps them alive, so `id` is safe as a key.
+    def key(array: Any) -> Any:
+        return tuple(map(id, array)) if isinstance(array, list) else id(array)
+
+    done: dict[Any, Any] = {}
     for name, array in arrays.items():
-        if id(array) not in done:
-            done[id(array)] = change(name, array)
-    return {name: done[id(array)] for name, array in arrays.items()}
+        if key(array) not in done:
+            done[key(array)] = change(name, array)
+    return {name: done[key(array)] for name, array in arrays.items()}
 
 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:

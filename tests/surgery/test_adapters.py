@@ -403,3 +403,19 @@ def test_merging_into_a_base_of_another_type():
     model = adapted(0, {"w": ql.SparseArray.from_dense(w)}, where=["w"])
     with pytest.raises(ValueError, match=r"w cannot be merged: its base is of type SparseArray"):
         ql.merge(model)
+
+
+def test_tied_adapters_stay_tied():
+    w, names = normal(16, 16), ["embed_tokens", "lm_head"]
+    model = dict.fromkeys(names, w)
+    adapted = [ql.loraify(model, rank=2, dropout=0.1, where=names, key=jax.random.key(i)) for i in range(2)]
+    stacked = ql.stack_adapters(adapted)
+    for found in (
+        ql.unmerge(ql.merge(adapted[0]), adapted[0]),
+        ql.with_dropout_key(adapted[0], jax.random.key(3)),
+        ql.with_dropout_key(adapted[0], None),
+        ql.train_scales(ql.quantize(model, "int8", where=names)),
+        ql.combine_adapters(adapted, [0.5, 0.5]),
+        stacked,
+    ):
+        assert found["embed_tokens"] is found["lm_head"]
