@@ -99,6 +99,8 @@ class Learner(abc.ABC):
         evaluated several times: the compiler merges any duplicate computations, but side effects such as
         printing happen more than once.
 
+        The results can themselves be differentiated, e.g. for meta-learning.
+
         **Arguments:**
 
         - `loss`: a function `loss(output, *targets)` returning a scalar.
