@@ -88,7 +88,7 @@ ZERO_ROWS = {
 }
 
 
-@pytest.mark.quick("a row", "convolution")
+@pytest.mark.quick("a row")
 @pytest.mark.parametrize("name", ZERO_ROWS)
 def test_rows_of_zeros_in_a_dora(name):
     """They have no norm to divide by."""

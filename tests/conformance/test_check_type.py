@@ -205,6 +205,7 @@ def test_numbers_of_a_byte_or_less(dtype):
     assert disagreement(-x, x).kind == "numbers"
 
 
+@pytest.mark.slow
 def test_a_type_of_one_byte(default_promotion):
     x = array([1.0, 2.0, -4.0], jnp.float8_e4m3fn)
     report = check_type(Pair(x, x), programs=[jnp.negative, lambda x: x.astype(jnp.float32)])

@@ -126,7 +126,7 @@ def test_a_model_that_is_closed_over():
             assert not disagreement(found, expected, tolerance=1e-4)
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", TYPES)
 def test_what_stands_for_an_array_has_its_operators(name, default_promotion):
     if type(value := TYPES[name]()).__module__.startswith("quaxlike."):

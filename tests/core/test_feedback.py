@@ -246,6 +246,7 @@ ASKED = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.quick(14)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ _UNUSUAL_ROWS = {
 }
 
 
+@pytest.mark.quick("codes", "a length")
 @pytest.mark.parametrize("make", _UNUSUAL_ROWS.values(), ids=_UNUSUAL_ROWS)
 def test_rows_that_are_not_those_of_the_leaves(make):
     x = make()
@@ -406,6 +407,7 @@ def test_promote_cannot_lift_a_buffer_of_another_shape():
     np.testing.assert_allclose(ql.quaxify(add)(x), add(x.materialise()))
 
 
+@pytest.mark.slow
 def test_the_sharding_of_an_explicit_mesh():
     class Transposed(ql.ArrayValue):
         array: jax.Array
@@ -522,6 +524,7 @@ class SummedAlong(ql.ArrayValue):
         return jnp.cumsum(self.array, axis=self.axis)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "x",
     [
@@ -635,6 +638,7 @@ def test_the_gradient_of_a_type_made_inside_whose_scatter_has_no_transpose():
     np.testing.assert_allclose(ql.quaxify(jax.grad(f))(x), jnp.exp(x), rtol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.norm])
 def test_the_gradient_of_a_custom_derivative_of_such_a_type(f):
     at, x = jnp.array([4, 1]), jnp.array([1.0, -2.0])

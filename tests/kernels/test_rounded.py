@@ -51,6 +51,7 @@ def _narrow(x):
     return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("name", ["q4_0", "nf4", "fp8"])
 def test_inputs_in_bfloat16(name):
     """Sums are in float32, and the result has the dtype of the inputs."""
@@ -68,6 +69,7 @@ def test_inputs_in_bfloat16(name):
     assert "inputs are rounded to bfloat16; " in _choice(w, x)
 
 
+@pytest.mark.quick("q2_k", "q8_0")
 @pytest.mark.parametrize("name", ["q2_k", "q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_rounding_to_bfloat16_is_less_than_that_of_the_format(name):
     dense, x = normal(64, 512), normal(8, 512, seed=1)

@@ -229,6 +229,7 @@ SHARED = {
 }
 
 
+@pytest.mark.quick("matmul, (1,)", "sparse, ()")
 @pytest.mark.parametrize("case", SHARED)
 def test_a_weight_that_several_outputs_share(case):
     use, shapes, x_shape, shape = SHARED[case]

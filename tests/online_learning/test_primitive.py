@@ -199,6 +199,7 @@ def _square_acts_on_the_state(p):
     return step
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("y_first", [True, False])
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
 def test_a_result_without_a_trace_that_acts_on_the_state_is_told(learner, y_first):

@@ -319,6 +319,7 @@ def test_no_transpose_in_a_point_of_linearisation():
         jax.linear_transpose(lambda x: jax.jvp(p, (x,), (X,))[1], X)(X)
 
 
+@pytest.mark.slow
 def test_gradients_of_mapped_primitives_with_a_custom_vjp():
     @jax.custom_vjp
     def sine(x):

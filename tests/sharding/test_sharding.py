@@ -152,6 +152,7 @@ def test_blocks_are_not_cut(width, double_quant):
         shard(model, MESH, specs_for(model, rule))
 
 
+@pytest.mark.quick("outputs")
 @pytest.mark.parametrize("spread", ["weights", "outputs", "layers"])
 def test_lora_over_flat_codes(spread):
     # Blocks of 64 cross rows of 16, so no device has whole rows, however the adapter is spread.

@@ -60,7 +60,7 @@ def test_errors_are_handed_on_from_part_to_part(scheme):
     assert error(fitted) < 0.5 * error(ql.quantize(model, scheme))
 
 
-@pytest.mark.quick("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
 def test_rows_of_zeros_stay_so(scheme):
     rows = np.arange(16)[:, None] != 3
@@ -101,7 +101,7 @@ def test_nothing_gets_worse_where_an_adapter_is_small(scheme):
     assert error(exact.weight) < 1.001 * min(error(model.weight.w), error(nearest.weight))
 
 
-@pytest.mark.quick("uint4_block")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nf4", "uint4_block"])
 def test_merging_meets_base_and_adapter(scheme):
     x = _inputs()

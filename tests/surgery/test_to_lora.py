@@ -288,6 +288,7 @@ def test_adapted_biases_become_those_of_the_adapters(tmp_path):
         np.testing.assert_array_equal(again[name], x)
 
 
+@pytest.mark.slow
 def test_the_adapted_bias_of_a_layer_on_its_own():
     model = _adapted({"weight": normal(6, 6), "bias": normal(6)})
     model["bias"] = ScaledBias(model["bias"], normal(6, seed=2))

@@ -44,6 +44,7 @@ def test_each_family_has_a_body():
     assert bodies()["GPT2Model"] == "GPT2LMHeadModel"
 
 
+@pytest.mark.quick("GPT2Model-False", "MixtralModel-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["LlamaModel", "GPT2Model", "Gemma3TextModel", "MixtralModel"])
 def test_bodies_of_decoders(name, tied, tmp_path):
@@ -108,6 +109,7 @@ def test_encoders_with_the_head_of_pretraining(name, tmp_path, recwarn):
     assert np.array_equal(load(tmp_path / "again")[0](IDS), made(IDS))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore:.*pretrained with, which is left out")
 @pytest.mark.parametrize("of_tokens", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)

@@ -140,6 +140,7 @@ def test_what_is_no_adapter_to_go_on_with(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_biases_that_a_merged_model_has_no_place_for(run, tmp_path):
     """They are refused before hours of training."""
     base = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)

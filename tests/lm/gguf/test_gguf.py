@@ -289,7 +289,7 @@ def test_products_are_in_bfloat16_where_the_processor_multiplies_it(monkeypatch)
     assert ql.lm.load(_file(name))[0].model.layers[0].mlp.up_proj.weight.compute is None
 
 
-@pytest.mark.quick("within")
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"compute": "int8"}, {}], ids=["beside", "within"])
 def test_inputs_in_eight_bits_go_with_recipes(given):
     """As in `quantize`; a rule may say otherwise."""

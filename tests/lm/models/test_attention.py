@@ -90,7 +90,7 @@ def test_in_bfloat16_it_is_that_of_the_rounded_operands(monkeypatch):
             assert error < 2e-2 * np.abs(expected).max()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sight", "options"),
     [*zip([name for name in SIGHTS if name != "cached"], itertools.cycle(OPTIONS), strict=False)],

@@ -118,7 +118,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("near", "places")
+@pytest.mark.quick("places")
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_kernel_does_not_take_is_told(name, monkeypatch):
     backend, operands, sight, reason = CASES[name]

@@ -118,6 +118,7 @@ def _greedy(model, ids, new):
     return ids[-new:]
 
 
+@pytest.mark.slow
 def test_generation_is_the_whole_prompt_step_by_step(model):
     prompts = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
     mask = np.ones((2, 9), bool)

@@ -24,7 +24,7 @@ def _written(checkpoint, tmp_path):
     return open_gguf(tmp_path / "m.gguf")
 
 
-@pytest.mark.quick("qwen3_next")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _HYBRIDS)
 def test_linear_attention(name, checkpoint, tmp_path):
     """The order of heads, and the parts of projections: of weights, and of adapters."""

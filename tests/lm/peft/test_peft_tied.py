@@ -135,7 +135,7 @@ def _weights(model):
     return arrays[f"{_EMBEDDING}.weight"], arrays.get(f"{_HEAD}.weight")
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("tied", "case"), [*((True, case) for case in TIED), *((False, case) for case in UNTIED)]
 )
