@@ -265,3 +265,23 @@ def test_the_gradient_of_a_type_without_a_dense_array(stage, levels):
         np.testing.assert_array_equal(of_square.array, length.array)
         by_number = jax.grad(lambda y: run(length, y).array.sum())(number)
         np.testing.assert_array_equal(by_number, length.array)
+
+
+@pytest.mark.parametrize("function", ["reversed", "scaled"])
+@pytest.mark.parametrize("stage", [jax.jit, jax.checkpoint])
+def test_a_number_for_all_elements_inside_of_a_unit(stage, function):
+    """Only the number becomes dense, which has one cotangent where the array has several."""
+
+    def f(number: Any, make: Any) -> Any:
+        return stage(ql.quaxify(FUNCTIONS[function]))(make(number))
+
+    in_metres = lambda number: Unitful(Full(number, (2, 3)), "m")
+    y = f(2.0 * ONE[0, 0], in_metres)
+    assert isinstance(y, Unitful)
+    assert y.unit == Unitful(1.0, "m").unit
+    ways = [(in_metres, lambda y: y.array), (lambda number: jnp.full((2, 3), number), lambda y: y)]
+    found, expected = (
+        jax.value_and_grad(lambda number: jnp.sum(jnp.sin(as_array(f(number, make)))))(2 * ONE[0, 0])
+        for make, as_array in ways
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

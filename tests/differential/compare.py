@@ -327,9 +327,9 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     is_frozen = any(issubclass(cls, AbstractQuantizedArray) for cls in classes)
     if is_frozen and is_transformed and not _is_finite(expected) and _has_nans_for_zeros(results, expected):
         return Outcome("declined", "the derivative of what is not finite, times zero")
-    # Of an array without elements nothing is added up: zeros, which a factor may then meet.
+    # Of an array without elements nothing is added up: zeros, which a factor such as its deviation may meet.
     is_empty = any(0 in np.shape(x) for x in jtu.tree_leaves(arrays))
-    if sums and is_empty and is_transformed and _has_nans_for_zeros(results, expected):
+    if is_empty and is_transformed and _has_nans_for_zeros(results, expected):
         return Outcome("declined", "a sum of nothing, times what is not finite")
     # Terms that cancel leave what rounding made of them, whether or not the arguments are disturbed.
     is_close = not differ(results, expected, tolerance=10 * tolerance)

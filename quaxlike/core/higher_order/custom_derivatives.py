@@ -54,6 +54,7 @@ from .tangents import (
     is_forwarded,
     is_zero,
     made_linear,
+    made_to_take_cotangents,
     tangent_out,
     tangents_in,
     zeros,
@@ -157,7 +158,7 @@ def _custom_vjp(
         outs = _call(trace, fun, unflatten(slots, leaves))
         if not _may_be_differentiated(compat.current_trace()):
             return results.flatten(outs)
-        outs = results.linear(outs)
+        outs = results.taking_cotangents(outs)
         return results.flatten_differentiated(outs, list(map(has_cotangents, outs)))
 
     def flat_fwd(*pairs: Any) -> list[Any]:
@@ -170,7 +171,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        primals_out = results.linear(primals_out)
+        primals_out = results.taking_cotangents(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
         # Cotangents don't include the results' pattern, but the backward function may need it: store it.
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
@@ -390,6 +391,11 @@ class _Results:
                 outs, tangents or [None] * len(outs), kept or [False] * len(outs), strict=True
             )
         ]
+
+    def taking_cotangents(self, outs: Sequence[Any]) -> Sequence[Any]:
+        """As `linear`, but also materialises parts that can't hold a cotangent: each element has its own."""
+        outs = self.linear(outs)
+        return outs if self.decided else [made_to_take_cotangents(x, WHAT, _HINT) for x in outs]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """As `flatten`, but for a differentiated function.

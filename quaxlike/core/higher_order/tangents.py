@@ -45,6 +45,21 @@ def made_linear(x: Any, what: str, hint: str) -> Any:
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
+def made_to_take_cotangents(x: Any, what: str, hint: str) -> Any:
+    """Materialises parts of `x` such as a number that stands for all elements, if `x` can then hold a
+    cotangent.
+    """
+    if not is_value(x) or has_cotangents(x) or not x.linear:
+        return x
+
+    def dense_part(part: Value) -> Any:
+        part = made_to_take_cotangents(part, what, hint)
+        return part if not is_value(part) or has_cotangents(part) else dense(part, what, hint=hint)
+
+    inside = map_parts(dense_part, x)
+    return inside if has_cotangents(inside) else x
+
+
 def is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero | ad.Zero) or getattr(tangent, "dtype", None) == jax.dtypes.float0
 
