@@ -33,6 +33,9 @@ class KeyArray(ArrayOperators, ArrayValue):
     Under [`quaxlike.quaxify`][] these are accepted as keys by `jax.random`. Unlike with JAX's own keys, any
     code operating on leaves (checkpointing, weight averaging, `np.save`) only encounters uint32 arrays.
 
+    Pass them as arguments to the quaxified function. `jax.random` only recognises JAX's own arrays, so if the
+    function closes over a `KeyArray` or creates one, use `to_jax`.
+
     **Arguments:**
 
     - `data`: the words, uint32 with shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.

@@ -129,6 +129,20 @@ class Factored(ArrayValue):
         return self.matrix.leading_axis()
 
 
+class FactoredDiagonal(Factored):
+    """The result of `lu` for a diagonal matrix, which really is its own U. So elements can be read."""
+
+    on_materialise = None
+    to_materialise = ""
+
+    def materialise(self) -> jax.Array:
+        return self.matrix.materialise()
+
+
+def _factored(matrix: StructuredMatrix) -> Factored:
+    return (FactoredDiagonal if isinstance(matrix, DiagonalMatrix) else Factored)(matrix)
+
+
 @register("lu")
 def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
@@ -139,15 +153,14 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
     order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*x.batch, n))
-    # A diagonal matrix is its own U, with the identity as L, so functions may read its elements.
-    return [x if isinstance(x, DiagonalMatrix) else Factored(x), order, order]
+    return [_factored(x), order, order]
 
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
 def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
     """Transposes, reshapes or slices batch axes, via the matrix."""
     out = quaxify(primitive.bind)(x.matrix, *rest, **params)
-    return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
+    return _factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
 
 
 @register("triangular_solve")
