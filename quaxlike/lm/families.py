@@ -271,7 +271,10 @@ _GEMMA = Family(
         "input_layernorm", "post_attention_layernorm",
         "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
-    defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    defaults={
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
     required={"use_bidirectional_attention": (None, False)},
     entries=("attention_bias", "query_pre_attn_scalar", *_SOFTCAPPING),
 )  # fmt: skip
@@ -281,6 +284,7 @@ _QWEN = Family(
     windows="upper",
     window_switch=True,
     entries=(),
+    defaults={"max_position_embeddings": 32768},
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
 _LINEAR_PARTS = {
@@ -339,12 +343,12 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("llama", "llama", permuted=True, biases=True),
     ),
     "MistralForCausalLM": Family(
-        windows=0, entries=(), defaults={"sliding_window": 4096},
+        windows=0, entries=(), defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
         gguf=Gguf("llama", "mistral", permuted=True, biases=True),
     ),
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": dataclasses.replace(
-        _QWEN, qkv_bias=None, output_bias=None, qk_norm="heads", defaults={"head_dim": 128},
+        _QWEN, qkv_bias=None, output_bias=None, qk_norm="heads", defaults={**_QWEN.defaults, "head_dim": 128},
         entries=("attention_bias",), gguf=Gguf("qwen3", "qwen3"),
     ),
     "Gemma2ForCausalLM": dataclasses.replace(
@@ -410,6 +414,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),
+        defaults={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+        },
         gguf=Gguf("phi3", "phi3", square=True, keys={
             "rope.scaling.original_context_length": "original_max_position_embeddings"
         }),
@@ -417,23 +424,35 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         windows=0, experts="out_in", expert_files=("w1", "w3", "w2"), files={"mlp": "block_sparse_moe"},
         entries=(),
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        defaults={
+            "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "max_position_embeddings": 131072,
+        },
         gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True, biases=True),
     ),
     "Qwen2MoeForCausalLM": dataclasses.replace(
         _QWEN, experts="out_in", required={"qkv_bias": True}, windows="lower",
         entries=(*_SPARSE, "shared_expert_intermediate_size"),
+        defaults={**_QWEN.defaults, "num_experts_per_tok": 4},
         gguf=Gguf("qwen2moe", "qwen2_moe", square=True, keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="heads", windows=0, window_switch=True, experts="out_in", taken_for_experts=_EXPERT_FILES,
         entries=("attention_bias", *_SPARSE),
+        defaults={"num_experts_per_tok": 8, "max_position_embeddings": 32768},
         gguf=Gguf("qwen3moe", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}),
     ),
     "GptOssForCausalLM": Family(
         windows=2, sinks=True, experts="in_out", router="router", expert_bias=True, interleaved=True,
         entries=("attention_bias", "swiglu_limit"),
-        defaults={"attention_bias": True, "norm_topk_prob": True, "head_dim": 64, "sliding_window": 128},
+        defaults={
+            "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 4, "head_dim": 64,
+            "sliding_window": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "rope_theta": 150000.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
         required={"swiglu_alpha": 1.702},
         gguf=Gguf(
             "gpt-oss", "gpt_oss", parts={"post_attention_norm": "post_attention_layernorm"},
@@ -445,7 +464,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Olmo2ForCausalLM": Family(
-        qk_norm="whole", entries=("attention_bias",), heads=(SEQUENCES,),
+        qk_norm="whole", entries=("attention_bias",), heads=(SEQUENCES,), defaults={"rms_norm_eps": 1e-5},
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         gguf=Gguf("olmo2", "olmo2", square=True, output="own"),
     ),
@@ -472,14 +491,18 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "SmolLM3ForCausalLM": Family(
-        window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0},
+        window_switch=True, unrotated=4, tied=True,
+        defaults={"rope_theta": 2000000.0, "max_position_embeddings": 32768},
         gguf=Gguf("smollm3", "smollm3", permuted=True),
     ),
     "Ministral3ForCausalLM": Family(
-        windows=0, entries=(), defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-        }},
+        windows=0, entries=(), defaults={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+                "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
         gguf=Gguf(
             "mistral3", "ministral3", permuted=True, biases=True, yarn=True,
             rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"},
@@ -541,7 +564,7 @@ FAMILIES: dict[str, Family] = {
             "model": "transformer", "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "self_attn": "attn",
             "qkv_proj": "c_attn", "o_proj": "c_proj", "up_proj": "c_fc", "down_proj": "c_proj",
         },
-        defaults={"rms_norm_eps": 1e-5, "mlp_bias": True},
+        defaults={"rms_norm_eps": 1e-5, "mlp_bias": True, "max_position_embeddings": 1024},
         required={
             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False
         },

@@ -259,6 +259,10 @@ class DecoderConfig(Config):
             raise refused("vocab_size_per_layer_input", rows, label, wanted)
         mixers, sources = _shared(out, _mixers(out, fields, label, windows), label)
         off = family.window_switch and not out.use_sliding_window
+        sparse = _sparse(out, fields, label)
+        if any(sparse) and not 0 < out.num_experts_per_tok <= out.num_local_experts:
+            wanted = f"numbers from 1 to that of the experts, {out.num_local_experts}"
+            raise refused("num_experts_per_tok", fields.get("num_experts_per_tok"), label, wanted)
         return dataclasses.replace(
             out,
             sliding_window=out.sliding_window if any(windows) and not off else 0,
@@ -267,7 +271,7 @@ class DecoderConfig(Config):
             mixers=mixers,
             sources=sources,
             sizes=_sizes(family, fields, label),
-            sparse=_sparse(out, fields, label),
+            sparse=sparse,
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
 

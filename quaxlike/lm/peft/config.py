@@ -65,7 +65,7 @@ class AdapterConfig(NamedTuple):
 
     def targets(self, layer: str) -> bool:
         """Returns whether the adapter targets this layer. This isn't defined for `"all-linear"`."""
-        if _named(self.exclude_modules or (), layer) or self._saves(layer):
+        if self.excludes(layer):
             return False
         if not _named(self.target_modules or (), layer):
             return False
@@ -76,6 +76,10 @@ class AdapterConfig(NamedTuple):
         wanted = self.layers_to_transform
         number = _layer_number(self.layers_pattern or (), layer)
         return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
+
+    def excludes(self, layer: str) -> bool:
+        """Returns whether the adapter leaves out this layer, even if `target_modules` matches it."""
+        return _named(self.exclude_modules or (), layer) or self._saves(layer)
 
     def saves(self, name: str) -> bool:
         """Returns whether `modules_to_save` includes this array."""

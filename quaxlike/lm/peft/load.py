@@ -457,7 +457,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
     }
     if config.target_modules == "all-linear":
         chosen = select(model, "all-linear")
-        targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
+        targets = [layer for layer, name in modules.items() if name in chosen and not config.excludes(layer)]
     else:
         targets = [layer for layer in modules if config.targets(layer)]
     if config.ties_head and any(_is_head(x) or _is_embedding(x) for x in targets):

@@ -329,7 +329,9 @@ def _entries(
         tensors |= {f"{stem}{method.parts[part]}": x for part, x in parts.items() if x is not None}
     config = {name: option.default for name, option in method.options.items() if not option.is_recent}
     modules = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *by_weight)}
-    config["target_modules"] = _targets(names, modules, layouts)
+    targets = config["target_modules"] = _targets(names, modules, layouts)
+    if others := _matched_too(names, targets or (), modules, layouts):
+        config["exclude_modules"] = others
     if method.settle is not None:
         config |= method.settle(adapters, options, config["target_modules"] or ())
     for name in dict.fromkeys(name for own in options.values() for name in own):
@@ -524,6 +526,24 @@ def _targets(
         and not isinstance(leaf, TrainableArray | TrainableRows)
     }  # fmt: skip
     return short if meant == adapters.keys() else sorted(adapters)
+
+
+def _matched_too(
+    names: Mapping[str, Any], targets: Iterable[str], adapters: Mapping[str, Any],
+    layouts: Mapping[str, Layout | None],
+) -> list[str]:  # fmt: skip
+    """Returns the layers without an adapter that `targets` match as well: PEFT compares the ends of names."""
+    if not set(targets) <= set(adapters):  # last components, which match nothing else
+        return []
+    layers = {layer_of(new) for new in names if layouts[new] is not None} - set(adapters)
+    found = sorted(x for x in layers if any(x.endswith(f".{target}") for target in targets))
+    for layer in found:
+        if also := next((x for x in adapters if x.endswith(f".{layer}")), None):
+            raise ValueError(
+                f"PEFT's files name layers by the ends of their names, and cannot tell {also}, which has an "
+                f"adapter, from {layer}, which has none. Adapt both, or rename one."
+            )
+    return found
 
 
 def _trained_config(

@@ -300,7 +300,7 @@ def test_entries_that_a_family_does_without_have_no_effect(name):
 
 def test_windows_of_every_other_layer():
     """Of Qwen2-MoE, in transformers 5."""
-    config = {"architectures": ["Qwen2MoeForCausalLM"], **SHARED, "num_hidden_layers": 6, "num_experts": 2}
+    config = {"architectures": ["Qwen2MoeForCausalLM"], **SHARED, "num_hidden_layers": 6, "num_experts": 4}
     config |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
     assert DecoderConfig.from_json(config).windows == (True, False, True, False, False, False)
     with pytest.raises(UnsupportedConfigError, match="mlp_only_layers=5"):
@@ -454,3 +454,37 @@ def test_several_texts_are_for_vmap(kind):
     message = r"the tokens of one text, .* found \(2, 5\)\. For several, use `jax\.vmap"
     with pytest.raises(ValueError, match=message):
         eqx.filter_eval_shape(model, jax.ShapeDtypeStruct((2, 5), jnp.int32))
+
+
+# In transformers 5.24: the epsilon, the base of rotations, and the experts for each token.
+OF_FAMILIES = {
+    "MixtralForCausalLM": (1e-5, 1e6, 2),
+    "Phi3ForCausalLM": (1e-5, 1e4, 0),
+    "Olmo2ForCausalLM": (1e-5, 1e4, 0),
+    "Qwen2MoeForCausalLM": (1e-6, 1e4, 4),
+    "Qwen3MoeForCausalLM": (1e-6, 1e4, 8),
+    "GptOssForCausalLM": (1e-5, None, 4),
+}
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_entries_that_are_missing_have_the_values_of_the_family(name):
+    sizes = {key: x for key, x in SHARED.items() if key not in ("rms_norm_eps", "rope_theta")}
+    config = {"architectures": [name], "num_local_experts": 8, **sizes}
+    epsilon, theta, chosen = OF_FAMILIES[name]
+    found = DecoderConfig.from_json(config)
+    assert (found.rms_norm_eps, found.num_experts_per_tok) == (epsilon, chosen)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    if theta is None:
+        rope = {
+            "rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }  # fmt: skip
+    assert found.ropes == DecoderConfig.from_json(config | {"rope_parameters": rope}).ropes
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_each_token_needs_some_of_the_experts(chosen):
+    config = {"architectures": ["MixtralForCausalLM"], **SHARED, "num_experts_per_tok": chosen}
+    with pytest.raises(UnsupportedConfigError, match=f"num_experts_per_tok={chosen}; .* 1 to .* experts, 8"):
+        DecoderConfig.from_json(config)

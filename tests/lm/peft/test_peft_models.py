@@ -15,7 +15,7 @@ from quaxlike.lm import load, peft
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft
-from tests.samples import tree_equal
+from tests.samples import random_key, tree_equal
 
 _ALL = [
     "qwen3_moe/all_linear", "qwen3_moe/experts", "qwen3_moe/experts_down_only_rslora", "mixtral/experts",
@@ -320,3 +320,38 @@ def test_patterns_of_weights_that_are_parameters(tmp_path):
         found = named_arrays(peft.load_adapter(tmp_path, base))
         assert found["model.layers.1.mlp.gate.weight"].alpha == alpha
         assert found["model.layers.1.self_attn.q_proj.weight"].alpha == 8
+
+
+class _Block(eqx.Module):
+    proj: eqx.nn.Linear
+
+
+class _Model(eqx.Module):
+    block: _Block
+    proj: eqx.nn.Linear
+
+
+def _model_of_two():
+    linear = eqx.nn.Linear(8, 8, key=random_key(0))
+    return _Model(_Block(linear), linear)
+
+
+def test_layers_whose_names_end_as_that_of_an_adapted_one(tmp_path):
+    """PEFT compares the ends of names, so that the others are excluded."""
+    model = _model_of_two()
+    adapted = ql.loraify(model.proj, rank=2, where=["weight"], init="gaussian", key=jax.random.key(1))
+    one = eqx.tree_at(lambda m: m.proj, model, adapted)
+    peft.save_adapter(tmp_path, one)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["target_modules"], config["exclude_modules"]) == (["proj"], ["block.proj"])
+    assert tree_equal(peft.load_adapter(tmp_path, model), one)
+
+
+def test_layers_that_are_excluded_from_all_linear(tmp_path):
+    model = _model_of_two()
+    adapted = ql.loraify(model, rank=2, where=["block.proj"], key=jax.random.key(1))
+    peft.save_adapter(tmp_path, adapted)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"target_modules": "all-linear", "exclude_modules": "proj"}
+    file.write_text(json.dumps(config))
+    assert tree_equal(peft.load_adapter(tmp_path, model), adapted)
