@@ -13,6 +13,7 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, save
 from quaxlike.lm.folders.model_config import UnsupportedConfigError
+from quaxlike.lm.models import DecoderConfig
 from tests.lm.clients.suite import client, logits_of_llama_cpp, logits_of_transformers
 from tests.lm.models.made import byte_level
 
@@ -234,3 +235,15 @@ def test_every_value_is_computed_or_refused(name, compare, tmp_path):
     assert not problems, "\n".join(problems)
     for program, form in (("transformers", "safetensors"), ("llama.cpp", "GGUF f32")):
         compare(program, form, name, "every value of config.json", 0, 0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_missing_entries_have_the_value_that_transformers_gives_them(name):
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": 4, "vocab_size": 320, "pad_token_id": 0}
+    written = AutoConfig.for_model(name, **sizes).to_dict() | {"architectures": _ARCHITECTURES[name]}
+    whole = DecoderConfig.from_json(written)
+    for entry in ("rms_norm_eps", "rope_parameters", "num_experts_per_tok", "max_position_embeddings"):
+        rest = {key: x for key, x in written.items() if key != entry}
+        assert DecoderConfig.from_json(rest) == whole, entry
