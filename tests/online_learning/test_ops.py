@@ -128,7 +128,9 @@ def test_d_rtrl_in_mixed_precision(case, mixed):
     errors = errors_by_leaf(
         *(jax.tree.map(lambda g: np.asarray(g, np.float64), t) for t in (found, expected))
     )
-    assert max(jax.tree.leaves(errors)) < (1e-6 if mixed == "weights_float32" else 2e-2)
+    # Sums in float16 are rounded step by step where XLA's optimisations are off.
+    tolerance = {"weights_float32": 1e-6, "all_float16": 5e-2}.get(mixed, 2e-2)
+    assert max(jax.tree.leaves(errors)) < tolerance
 
 
 @pytest.mark.slow
