@@ -272,7 +272,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         with_finite = functools.partial(_with_finite_numbers, reference, leaves, still)
         of_one = jax.jit(functools.partial(reference, nan=1.0))
         moved = [of_one(leaves, varied, moves(change)) for change in (_below_one, _above_one)]
-        always = _loses_nans(results, expected, *moved)
+        # The array as it is, too: what moves may leave the domain of a function.
+        always = _loses_nans(results, expected, *moved, of_one(leaves, varied, still))
         # A sum is not computed in a branch that is not taken. Its array is, before the branch.
         not_taken = sums and any("cond_array_taken" in program.inner for program in programs)
         # A factor of a Kronecker matrix meets the cotangent, and what is zero in it is left out.
