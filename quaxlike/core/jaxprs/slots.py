@@ -54,11 +54,7 @@ class LeafLayout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafLayout) or self.avals != other.avals:
             return False
-        if self.constant is not other.constant and self.constant != other.constant:
-            return False
-        if self.treedef is None or other.treedef is None:  # because a treedef can't be compared with None
-            return self.treedef is other.treedef
-        return self.treedef == other.treedef and are_of_same_types(self.statics, other.statics)
+        return self._has_constant(other.constant) and self.has_structure_of(other)
 
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")
@@ -98,7 +94,9 @@ class LeafLayout:
 
     def has_structure_of(self, other: "LeafLayout") -> bool:
         """Returns whether both are plain arrays, or both are Values with the same class and statics."""
-        return dataclasses.replace(self.with_avals(()), constant=other.constant) == other.with_avals(())
+        if self.treedef is None or other.treedef is None:  # because a treedef can't be compared with None
+            return self.treedef is other.treedef
+        return self.treedef == other.treedef and are_of_same_types(self.statics, other.statics)
 
     def has_form_of(self, other: "LeafLayout") -> bool:
         """As `has_structure_of`, but also requires the leaves to have the same shapes and dtypes."""
@@ -107,8 +105,11 @@ class LeafLayout:
 
     def admits(self, other: "LeafLayout") -> bool:
         """Returns whether the other slot's content can be used for this one without any conversion."""
-        common = dataclasses.replace(self, constant=either(self.constant, other.constant))
-        return common == self == dataclasses.replace(other, constant=self.constant)
+        known = self._has_constant(either(self.constant, other.constant))
+        return known and self.avals == other.avals and self.has_structure_of(other)
+
+    def _has_constant(self, constant: Any) -> bool:
+        return self.constant is constant or self.constant == constant
 
     def with_avals(self, avals: Iterable[Any]) -> "LeafLayout":
         return LeafLayout(self.treedef, tuple(avals), self.constant, statics=self.statics)
