@@ -247,7 +247,6 @@ ASKED = {
 
 
 @pytest.mark.quick(6)
-@pytest.mark.quick(14)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(
     ("cls", "ask"),
