@@ -40,7 +40,11 @@ def at_values(values: Mapping[Any, Any]) -> Fixed:
 
     A derivative of the whole learner (as in meta-learning) still sees them, unlike with `stop_gradient`.
     """
-    return lambda atom, value: value if isinstance(atom, Literal) else values[atom]
+    return lambda atom, value: value_at(values, atom)
+
+
+def value_at(values: Mapping[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,6 +111,9 @@ class Op:
         """The name of the primitive and the equation's source line, for error messages."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
+
+    def bind(self, operands: Sequence[Any]) -> list[Any]:
+        return bind(self.eqn, operands)
 
     def with_fixed_weights(self, operands: Sequence[Any], fixed: Fixed) -> list[Any]:
         weights, atoms = self.weights.values(), self.eqn.invars

@@ -24,6 +24,7 @@ from .graph import (
     in_any_derivative,
     inline,
     refuse_hidden_ops,
+    value_at,
     widest,
     with_items,
 )
@@ -71,12 +72,8 @@ class Step:
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
         """Runs the step, but with op outputs computed by `on_op`. Returns the next state and the output."""
-        read, env = self._environment(params, state, inputs)
-        for i, eqn in enumerate(self.eqns):
-            operands = list(map(read, eqn.invars))
-            results = on_op(self.ops_at[i], operands) if i in self.ops_at else bind(eqn, operands)
-            env |= zip(eqn.outvars, results, strict=True)
-        results = list(map(read, self.results))
+        values = self.values(params, state, inputs, on_op)
+        results = [value_at(values, atom) for atom in self.results]
         return results[: self.num_state], results[self.num_state :]
 
     def with_shifts(
@@ -200,20 +197,28 @@ class Step:
     ) -> tuple[Callable[[Any], Any], dict[Any, Any]]:
         env = dict(zip(self.jaxpr.constvars, getattr(self.closed, "consts", ()), strict=True))
         env |= dict(zip(self.jaxpr.invars, (*params, *state, *inputs), strict=True))
-        return lambda atom: atom.val if isinstance(atom, Literal) else env[atom], env
+        return lambda atom: value_at(env, atom), env
 
-    def values(self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]) -> dict[Any, Any]:
+    def values(
+        self,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        inputs: Sequence[Any],
+        on_op: OnOp = Op.bind,
+    ) -> dict[Any, Any]:
         """Runs the step, and returns the values of all its variables."""
         read, env = self._environment(params, state, inputs)
-        for eqn in self.eqns:
-            env |= zip(eqn.outvars, bind(eqn, list(map(read, eqn.invars))), strict=True)
+        for i, eqn in enumerate(self.eqns):
+            operands = list(map(read, eqn.invars))
+            results = on_op(self.ops_at[i], operands) if i in self.ops_at else bind(eqn, operands)
+            env |= zip(eqn.outvars, results, strict=True)
         return env
 
     def operands(self, values: Mapping[Any, Any]) -> dict[int, tuple[Any, dict[str, Any]]]:
         """Selects the input and the weights of each traced op."""
 
         def of_op(op: Op) -> tuple[Any, dict[str, Any]]:
-            return op.operands([a.val if isinstance(a, Literal) else values[a] for a in op.eqn.invars])
+            return op.operands([value_at(values, atom) for atom in op.eqn.invars])
 
         return {k: of_op(op) for k, op in enumerate(self.ops) if k in self.traced}
 
