@@ -129,17 +129,20 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
   const auto compare_rounded = [&](const std::vector<float>& y, double error, const char* name) {
     for (int64_t i = 0; i < m * f.rows; i++) check(std::abs(y[i] - of_rounded[i]) <= error * (sizes[i] + 1e-3), "rounded", f, columns, name);
   };
-  for (const rounded::Functions* functions : by_rounding()) {
-    const integers::Codes bytes = integers::codes_of(w, true, functions->shift);
-    if (!bytes.known) continue;
-    rounded::Digits digits(w, m);
-    std::vector<float> y(m * f.rows);
-    for (auto [begin, end] : {std::pair{int64_t{0}, m / 3}, std::pair{m / 3, m}})
-      functions->round(plain.data(), nullptr, w, bytes, digits, begin, end);
-    for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
-      functions->product(w, bytes, digits, {y.data(), f.rows, false}, begin, end);
-    compare_rounded(y, bytes.fine ? 1e-4 : 2e-6, functions->name);
-  }
+  for (const rounded::Functions* functions : by_rounding())
+    for (const int count : {1, 2}) {
+      const integers::Codes bytes = integers::codes_of(w, count == 1, functions->shift);
+      if (!bytes.known) continue;
+      rounded::Digits digits(w, m, count);
+      std::vector<float> y(m * f.rows);
+      for (auto [begin, end] : {std::pair{int64_t{0}, m / 3}, std::pair{m / 3, m}})
+        functions->round(plain.data(), nullptr, w, bytes, digits, begin, end);
+      for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
+        functions->product(w, bytes, digits, {y.data(), f.rows, false}, begin, end);
+      if (count == 1) compare_rounded(y, bytes.fine ? 1e-4 : 2e-6, functions->name);
+      for (int64_t i = 0; i < m * f.rows && count == 2; i++)
+        check(std::abs(y[i] - expected[i]) <= 1e-4 * (sizes[i] + 1e-3), "two digits", f, columns, functions->name);
+    }
 #if defined(__x86_64__)
   for (const integers::Functions* functions : {&avx2::integers::functions, by_bytes()}) {  // one twice, or both
     integers::Digits digits;
