@@ -286,7 +286,7 @@ class _Reader:
         at, last, size, number = map(np.int32, (start, count - 1, length, step))
         rest = at, last, size, since, sampling, number, self._cache
         if ids.ndim == 2:
-            ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
+            ids = np.pad(ids, ((0, 0), (0, _rounded(count, least=8) - count)))
             if more:
                 self._compile_both(ids, rest)
         # The memory is about to be donated, so make sure nobody uses it again after an interrupt.
@@ -546,6 +546,6 @@ def _stacked_adapters(model: Decoder) -> list[Any]:
     return [x for x in jax.tree.leaves(model, is_leaf=is_value) if is_stacked(x)]
 
 
-def _rounded(n: int) -> int:
-    """Rounds up to a power of two, or to 16 if that is larger."""
-    return max(16, 1 << (n - 1).bit_length())
+def _rounded(n: int, least: int = 16) -> int:
+    """Rounds up to a power of two, and to at least `least`."""
+    return max(least, 1 << (n - 1).bit_length())
