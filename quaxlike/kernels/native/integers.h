@@ -116,16 +116,20 @@ QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm512_permutex
 QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm512_permutexvar_ps((__m512i)lanes, from); }
 QL_BYTES_INLINE float most_of(F v) { return _mm512_reduce_max_ps(v); }
 QL_BYTES_INLINE I nearest(F v) { return (I)_mm512_cvtps_epi32(v); }
+QL_BYTES_INLINE F in_pairs(F a, F b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); }
+QL_BYTES_INLINE F in_fours(F a, F b) { return (F)(_mm512_unpacklo_pd((__m512d)a, (__m512d)b)) + (F)(_mm512_unpackhi_pd((__m512d)a, (__m512d)b)); }
+QL_BYTES_INLINE __m256 halved(F v) { return _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1); }
 QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) { return (I)_mm512_dpbusd_epi32((__m512i)sum, codes, digits); }
 QL_BYTES_INLINE __m256i narrowed(const I* unit) {
   return _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)unit[1]), _mm512_cvtepi32_epi8((__m512i)unit[0]));
 }
 QL_BYTES_INLINE I dot_signed(I sum, Bytes codes, Bytes digits) { return dot(sum, codes, digits); }  // see `turns`
-template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool) {
+template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, I bias, bool) {
   I sum = {};
   QL_UNROLL for (int d = 0; d < D; d++) {
-    if (d) sum <<= shift(D);
-    QL_UNROLL for (int v = 0; v < V; v++) sum = dot(sum, codes[v], read(digits + (d * V + v) * kBytes));
+    I of_digit = d == D - 1 ? bias : I{};
+    QL_UNROLL for (int v = 0; v < V; v++) of_digit = dot(of_digit, codes[v], read(digits + (d * V + v) * kBytes));
+    sum = d ? (sum << shift(D)) + of_digit : of_digit;
   }
   return sum;
 }
@@ -165,6 +169,9 @@ QL_BYTES_INLINE float most_of(F v) {
   return std::max<float>(most[0], most[1]);
 }
 QL_BYTES_INLINE I nearest(F v) { return (I)_mm256_cvtps_epi32(v); }
+QL_BYTES_INLINE F in_pairs(F a, F b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); }
+QL_BYTES_INLINE F in_fours(F a, F b) { return (F)(_mm256_unpacklo_pd((__m256d)a, (__m256d)b)) + (F)(_mm256_unpackhi_pd((__m256d)a, (__m256d)b)); }
+QL_BYTES_INLINE __m256 halved(F v) { return v; }
 QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) {
   return sum + (I)_mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1));
 }
@@ -177,8 +184,8 @@ QL_BYTES_INLINE I dot_signed(I sum, Bytes codes, Bytes digits) {
   return dot(sum, _mm256_abs_epi8(codes), _mm256_sign_epi8(digits, codes));
 }
 // If codes are `small`, two 16-bit products can be added directly.
-template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool small) {
-  I sum = {};
+template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, I bias, bool small) {
+  I sum = bias;
   if (D == 1 && !small) {
     QL_UNROLL for (int v = 0; v < V; v++) sum = dot_signed(sum, codes[v], read(digits + v * kBytes));
     return sum;
@@ -284,6 +291,11 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
   return true;
 }
 
+// Stores the sum of each of four vectors.
+QL_BYTES_INLINE void sums_of(const F* four, float* out) {
+  const __m256 half = halved(in_fours(in_pairs(four[0], four[1]), in_pairs(four[2], four[3])));
+  _mm_storeu_ps(out, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+}
 // Computes the scales of units (or their halves) for a row of the weight: its runs' scales times those of x.
 QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const Digits& x, int64_t count, float* out) {
   const bool halves = w.run == 16;
@@ -313,7 +325,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
   const Bytes turned = everywhere(turns(B, D, codes.looked_up) ? 128 : 0), low = read(codes.low);
   const Bytes flip = everywhere(codes.flip) ^ turned, bytes = read(codes.bytes) ^ turned;
   const I of_lane = lanes() * per_step / kLanes;
-  Scratch s(w, kRows);
+  Scratch s(w, kRows, true);
   float* scale = scratch<float, 1>(kRows * steps * per_step + 16);
   for (int64_t batch = begin; batch < end; batch += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - batch);
@@ -356,7 +368,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
             if (B <= 4 && looked_up) code[v] = look_up(bytes, code[v]);
             if (B == 8) code[v] ^= flip;
           }
-          const I sum = products<V, D>(code, digits, B <= 6 && !looked_up) + load<I>(bias);
+          const I sum = products<V, D>(code, digits, load<I>(bias), B <= 6 && !looked_up);
           sums[r] += __builtin_convertvector(sum, F) * spread(scale_at[r] + i * per_step, of_lane);
         }
       };
@@ -372,8 +384,10 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
           const F of_runs = load<F>(s.offset + (n + r) * w.runs + i);
           sums[r] += (lanes() < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
         }
-        put(y, 0, batch + n + r, sum_of(sums[r]));
       }
+      float out[R];
+      sums_of(sums, out);
+      for (int r = 0; r < R && n + r < count; r++) put(y, 0, batch + n + r, out[r]);
     }
   }
 }

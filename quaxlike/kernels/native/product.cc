@@ -543,7 +543,8 @@ QL_VECTORS static void negate(float* offset, const float* scale, int64_t count) 
 }
 struct Scratch {  // the scales and offsets of each run, for several consecutive rows
   float *scale, *offset, *outer;
-  Scratch(const Weight& w, int64_t rows) {
+  bool no_offsets;  // whether offsets may be left out, if the weight has none
+  Scratch(const Weight& w, int64_t rows, bool no_offsets = false) : no_offsets(no_offsets) {
     const int64_t count = rows * w.runs + 16;  // these are read as whole vectors, and rows can split two blocks
     scale = scratch<float, 0>(3 * count), offset = scale + count, outer = offset + count;
   }
@@ -580,7 +581,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     times_groups(scale, f.over);
   }
   if (f.zeros != kNone) take(w.zero, first, count, offset);
-  else std::fill(offset, offset + rows * w.runs, 0.f);
+  else if (!s.no_offsets || w.outer_zero.count) std::fill(offset, offset + rows * w.runs, 0.f);
   if (w.outer_zero.count) {
     take(w.outer_zero, group, groups, outer);
     times_groups(offset, false);

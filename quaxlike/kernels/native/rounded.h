@@ -90,12 +90,36 @@ QL_BYTES_INLINE void dots(const uint8_t* codes, const int8_t* const* digits, I (
   }
 }
 #else
-using integers::Bytes, integers::most_of, integers::nearest, integers::read;
+using integers::Bytes, integers::everywhere, integers::most_of, integers::nearest, integers::read;
 QL_BYTES_INLINE __m128i some(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
 QL_BYTES_INLINE void put_bytes(const I* unit, const uint8_t* columns, int8_t* at) {
   const __m256i bytes = _mm256_shuffle_epi8(integers::narrowed(unit), _mm256_broadcastsi128_si256(some(columns)));
   _mm256_storeu_si256((__m256i*)at, bytes);
 }
+#if QL_SET == AVX512
+QL_BYTES_INLINE Bytes in_lanes(__m128i bytes) { return _mm512_broadcast_i32x4(bytes); }
+QL_BYTES_INLINE Bytes every_fourth(const uint8_t* const* rows, int64_t at) {
+  const __m256i low = _mm256_set_m128i(some(rows[4] + at), some(rows[0] + at));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_set_m128i(some(rows[12] + at), some(rows[8] + at)), 1);
+}
+QL_BYTES_INLINE Bytes shuffled(Bytes table, Bytes codes) { return _mm512_shuffle_epi8(table, codes); }
+QL_BYTES_INLINE Bytes halved(Bytes v) { return _mm512_srli_epi16(v, 4); }
+QL_BYTES_INLINE Bytes low_words(Bytes a, Bytes b) { return _mm512_unpacklo_epi32(a, b); }
+QL_BYTES_INLINE Bytes high_words(Bytes a, Bytes b) { return _mm512_unpackhi_epi32(a, b); }
+QL_BYTES_INLINE Bytes low_pairs(Bytes a, Bytes b) { return _mm512_unpacklo_epi64(a, b); }
+QL_BYTES_INLINE Bytes high_pairs(Bytes a, Bytes b) { return _mm512_unpackhi_epi64(a, b); }
+#else
+QL_BYTES_INLINE Bytes in_lanes(__m128i bytes) { return _mm256_broadcastsi128_si256(bytes); }
+QL_BYTES_INLINE Bytes every_fourth(const uint8_t* const* rows, int64_t at) {
+  return _mm256_set_m128i(some(rows[4] + at), some(rows[0] + at));
+}
+QL_BYTES_INLINE Bytes shuffled(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
+QL_BYTES_INLINE Bytes halved(Bytes v) { return _mm256_srli_epi16(v, 4); }
+QL_BYTES_INLINE Bytes low_words(Bytes a, Bytes b) { return _mm256_unpacklo_epi32(a, b); }
+QL_BYTES_INLINE Bytes high_words(Bytes a, Bytes b) { return _mm256_unpackhi_epi32(a, b); }
+QL_BYTES_INLINE Bytes low_pairs(Bytes a, Bytes b) { return _mm256_unpacklo_epi64(a, b); }
+QL_BYTES_INLINE Bytes high_pairs(Bytes a, Bytes b) { return _mm256_unpackhi_epi64(a, b); }
+#endif
 // Adds the products of 4 * Q columns of a tile with M rows of x. AVX2 adds G of these in 16 bits. If G is 1, bytes are
 // signed.
 template <int G, int Q, int M>
@@ -180,7 +204,7 @@ QL_BYTES static void round(const float* x, const uint16_t* narrow, const Weight&
         int32_t* biases = out.bias.data() + row * out.parts;
         for (int half = 0; half * 16 < count; half++) {
           const int32_t of_half = sum_of(halves_of[half]);
-          of_halves[half] = digit ? of_halves[half] + of_half : of_half << by_digit;
+          of_halves[half] = digit ? of_halves[half] + of_half : of_half * (1 << by_digit);
           if (out.part == 16) biases[k / 16 + half] = -bias * of_half;
           else biases[k / kUnit] = (half ? biases[k / kUnit] : 0) - bias * of_half;
         }
@@ -213,42 +237,41 @@ QL_BYTES static void unpack_tile(const Weight& w, const Codes& codes, int64_t fi
     }
   }
 #else
-  const __m128i bytes = _mm_xor_si128(some(codes.bytes), _mm_set1_epi8(turned)), low = some(codes.low);
-  const __m128i flips = _mm_set1_epi8(flip), fifteen = _mm_set1_epi8(15);
-  const auto put = [&](__m128i four, uint8_t* at) QL_BYTES_LAMBDA {  // four columns of four rows
-    _mm_storeu_si128((__m128i*)at, looked_up ? _mm_shuffle_epi8(bytes, four) : B == 8 ? _mm_xor_si128(four, flips) : four);
-    if (B <= 4 && codes.fine) _mm_storeu_si128((__m128i*)(at + plane), _mm_shuffle_epi8(low, four));
+  const Bytes bytes = everywhere(turned) ^ in_lanes(some(codes.bytes)), low = in_lanes(some(codes.low));
+  const Bytes flips = everywhere(flip), fifteen = everywhere(15);
+  const auto put = [&](Bytes four, uint8_t* at) QL_BYTES_LAMBDA {  // four columns of all rows
+    const Bytes values = looked_up ? shuffled(bytes, four) : B == 8 ? four ^ flips : four, fine = shuffled(low, four);
+    memcpy(at, &values, sizeof values);
+    if (B <= 4 && codes.fine) memcpy(at + plane, &fine, sizeof fine);
   };
-  for (int64_t k = 0; k < w.columns; k += kChunk)
-    for (int64_t r = 0; r < kLanes; r += 4) {
-      uint8_t copy[4][kChunk], unpacked[4][kChunk];
-      const uint8_t* from[4];
-      QL_UNROLL for (int i = 0; i < 4; i++) {
-        const uint8_t* at = w.codes + (first + std::min(r + i, count - 1)) * w.row_bytes + k * B / 8;
-        if (w.columns - k < kChunk) memset(copy[i], 0, kChunk), at = (uint8_t*)memcpy(copy[i], at, w.row_bytes - k * B / 8);
-        from[i] = at;
-        if constexpr (B != 4 && B != 8) {
-          from[i] = unpacked[i];
-          for (int part = 0; part < kChunk; part += kTile) {
-            Bytes code;
-            integers::unpack<B>(at + part * B / 8, true, &code);
-            memcpy(unpacked[i] + part, &code, sizeof code);
-          }
-        }
-      }
-      uint8_t* to = tile + k * kLanes + r * 4;
-      QL_UNROLL for (int j = 0; j < (B == 4 ? kChunk / 2 : kChunk); j += 16) {
-        const __m128i ab = _mm_unpacklo_epi32(some(from[0] + j), some(from[1] + j)), cd = _mm_unpacklo_epi32(some(from[2] + j), some(from[3] + j));
-        const __m128i ef = _mm_unpackhi_epi32(some(from[0] + j), some(from[1] + j)), gh = _mm_unpackhi_epi32(some(from[2] + j), some(from[3] + j));
-        const __m128i words[] = {_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd), _mm_unpacklo_epi64(ef, gh), _mm_unpackhi_epi64(ef, gh)};
-        QL_UNROLL for (int c = 0; c < 4; c++) {
-          if constexpr (B == 4) {
-            put(_mm_and_si128(words[c], fifteen), to + (2 * j + 8 * c) * kLanes);
-            put(_mm_and_si128(_mm_srli_epi16(words[c], 4), fifteen), to + (2 * j + 8 * c + 4) * kLanes);
-          } else put(words[c], to + (j + 4 * c) * kLanes);
+  for (int64_t k = 0; k < w.columns; k += kChunk) {
+    uint8_t copy[kLanes][kChunk], unpacked[kLanes][kChunk];
+    const uint8_t* from[kLanes];
+    QL_UNROLL for (int r = 0; r < kLanes; r++) {
+      const uint8_t* at = w.codes + (first + std::min<int64_t>(r, count - 1)) * w.row_bytes + k * B / 8;
+      if (w.columns - k < kChunk) memset(copy[r], 0, kChunk), at = (uint8_t*)memcpy(copy[r], at, w.row_bytes - k * B / 8);
+      from[r] = at;
+      if constexpr (B != 4 && B != 8) {
+        from[r] = unpacked[r];
+        for (int part = 0; part < kChunk; part += kTile) {
+          Bytes code;
+          integers::unpack<B>(at + part * B / 8, true, &code);
+          memcpy(unpacked[r] + part, &code, sizeof code);
         }
       }
     }
+    QL_UNROLL for (int j = 0; j < (B == 4 ? kChunk / 2 : kChunk); j += 16) {
+      // Each of these has four rows, 128 bits apart. Transposing 32-bit words within 128 bits puts all rows in order.
+      const Bytes a = every_fourth(from, j), b = every_fourth(from + 1, j), c = every_fourth(from + 2, j), d = every_fourth(from + 3, j);
+      const Bytes ab = low_words(a, b), cd = low_words(c, d), ef = high_words(a, b), gh = high_words(c, d);
+      const Bytes words[] = {low_pairs(ab, cd), high_pairs(ab, cd), low_pairs(ef, gh), high_pairs(ef, gh)};
+      QL_UNROLL for (int i = 0; i < 4; i++) {
+        uint8_t* to = tile + (k + (B == 4 ? 2 * j + 8 * i : j + 4 * i)) * kLanes;
+        if constexpr (B == 4) put(words[i] & fifteen, to), put(halved(words[i]) & fifteen, to + kTile);
+        else put(words[i], to);
+      }
+    }
+  }
 #endif
 }
 
@@ -303,7 +326,7 @@ QL_BYTES static void product_of(const Weight& w, const Codes& codes, const Digit
   const bool offset = w.format.zeros != kNone || w.outer_zero.count;
   // Use as many tiles as fit in L2, so as to read each row of x once for all of them.
   const int64_t size = x.stride * kLanes * (1 + (FORM == kTwoBytes)), tiles = std::clamp<int64_t>((1 << 18) / std::max<int64_t>(size, 1), 1, 8);
-  Scratch s(w, kLanes);
+  Scratch s(w, kLanes, true);
   uint8_t* bytes = scratch<uint8_t, 3>(tiles * size);
   float* scales = scratch<float, 4>(tiles * 2 * w.runs * kLanes);
   for (int64_t n = begin; n < end;) {
