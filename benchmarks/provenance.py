@@ -1,16 +1,13 @@
 """The commit, packages and machine that figures come from; `None` for what cannot be found out."""
 
-import functools
 import platform
 import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 
 
-@functools.cache
 def commit() -> str | None:
-    """Of the checkout when this is first called, with `-dirty` if files differ from it: what a run has
-    recorded before is not meant."""
+    """Of the checkout, with `-dirty` if files differ from it."""
     return _first_line("git", "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*")
 
 

@@ -13,6 +13,7 @@ Needs `pip install 'quaxlike[rivals]'`; rows whose rival is missing are told.
 import argparse
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -128,7 +129,7 @@ def measure(
     of_theirs = job | {"side": side or "theirs", "function": function}
     of_theirs |= {"options": {**row.options, **row.of_theirs}}
     found: dict[str, Any] = {"row": row.name, "rival": row.rival, "cores": cores, "at most": row.limit}
-    found["commit"] = provenance.commit()
+    found["commit"] = _commit()
     load = os.getloadavg()[0]
 
     def runs(place: str, job: dict[str, Any], model: Any) -> Iterator[float]:
@@ -162,6 +163,10 @@ def measure(
         "repeats": repeats,
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
+
+
+#: When the first row is measured: files that a run has recorded since then do not make the checkout dirty.
+_commit = functools.cache(provenance.commit)
 
 
 def processor() -> str:
