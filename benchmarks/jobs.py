@@ -289,14 +289,11 @@ def page(record: Mapping[str, Figures]) -> str:
         "| job | weights and state, GiB | temporaries, GiB | most at a time, GiB | exchanged, GiB "
         "| dense copies | calls |\n" + "| --- " * 7 + "|"
     )
-    return (
-        "\n".join([_INTRODUCTION, header, *(_line(job, figures) for job, figures in record.items())]) + "\n"
-    )
+    lines = [_line(job, figures) for job, figures in record.items() if "error" not in figures]
+    return "\n".join([_INTRODUCTION, header, *lines]) + "\n"
 
 
 def _line(job: str, figures: Figures) -> str:
-    if "error" in figures:
-        return f"| {job} | not compiled: {figures['error']} | | | | | |"
     gib = lambda bytes_: f"{bytes_ / 2**30:.3g}"
     exchanged = ", ".join(f"{kind} {gib(bytes_)}" for kind, bytes_ in figures["exchanged"].items())
     calls = ", ".join(f"{count} `{name}`" for name, count in figures["custom_calls"].items())
@@ -322,8 +319,8 @@ timed. `python -m benchmarks.jobs --check` fails if they drift.
 All figures are for one device. Exchanged bytes are results of collectives, in loops each time. A dense copy
 is a floating-point array as large as a weight of all layers.
 
-With TPUs at hand, JAX tells the compiler how to divide kernels between devices; without them, libtpu refuses
-this. So there are no figures for TPUs, and of their jobs only the decode step of 8B was recorded.
+With TPUs at hand, JAX tells the compiler how to divide kernels between devices. Without them, libtpu refuses
+this, so there are no figures for TPUs; `benchmarks/jobs.json` has its errors.
 """
 
 
