@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict
 
 from .. import provenance
@@ -205,10 +205,9 @@ def page(records: Mapping[str, Record]) -> str:
     size = files.FULL
     parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), _PICTURE]
     parts.append(_lines(_table(records, apart=False)))
-    parts += [
-        f"**{on}**: {record['date']}, {_commits(record)}, with {record['versions']}."
-        for on, record in records.items()
-    ]
+    if len(of_gguf := list(_of_gguf(records))) > 2:
+        parts += [_GGUF, _lines(of_gguf)]
+    parts += list(_origins(records))
     if above := list(_above(records)):
         parts.append("\n".join(["Why rows are above their targets:", "", *above]))
     if len(apart := list(_table(records, apart=True))) > 2:
@@ -220,6 +219,16 @@ def _lines(table: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
+def _origins(records: Mapping[str, Record]) -> Iterator[str]:
+    """Where the figures come from. Versions are told once, if they are the same everywhere."""
+    versions = {record["versions"] for record in records.values()}
+    for on, record in records.items():
+        of_its_own = f", with {record['versions']}" if len(versions) > 1 else ""
+        yield f"**{on}**: {record['date']}, {_commits(record)}{of_its_own}."
+    if len(versions) == 1:
+        yield f"All with {versions.pop()}."
+
+
 def _commits(record: Record) -> str:
     """The commits of the rows."""
     known = dict.fromkeys(commit for row in record["rows"] if (commit := row.get("commit")))
@@ -229,22 +238,45 @@ def _commits(record: Record) -> str:
 def _table(records: Mapping[str, Record], apart: bool) -> Iterator[list[str]]:
     """The ratios, a column for each processor and number of cores; or `apart`, those that tell how slow the
     rival is on a processor."""
-    rows = {row.name: row for row in ROWS}
-
-    def column(on: str, cores: int) -> dict[str, dict[str, Any]]:
-        of_cores = (x for x in records[on]["rows"] if x["cores"] == cores)
-        return {x["row"]: x for x in of_cores if _is_apart(on, x, rows) == apart}
-
-    known = sorted({x["cores"] for record in records.values() for x in record["rows"]})
-    columns = {(on, cores): column(on, cores) for on in records for cores in known}
-    shown = {key: found for key, found in columns.items() if found}
+    rows = {row.name: row for row in ROWS if row.gguf is None}
+    shown = _columns(records, lambda on, found: found["row"] in rows and _is_apart(on, found, rows) == apart)
     header = ["work ÷ beside", "at most", *(f"{on}: on {cores}" for on, cores in shown)]
     yield header
     yield ["---"] * len(header)
-    for row in ROWS:
+    for row in rows.values():
         if any(row.name in found for found in shown.values()):
             cells = [_cell(found.get(row.name)) for found in shown.values()]
             yield [f"{row.name} ÷ {row.rival}", f"{row.limit:g}", *cells]
+
+
+def _of_gguf(records: Mapping[str, Record]) -> Iterator[list[str]]:
+    """The ratios of GGUF files: a row for each work, with all forms of it in a cell."""
+    rows = {row.name: row for row in ROWS if row.gguf is not None}
+    shown = _columns(records, lambda on, found: found["row"] in rows)
+    yield ["work", *(f"{on}: on {cores}" for on, cores in shown)]
+    yield ["---"] * (1 + len(shown))
+    for work, forms in itertools.groupby(rows.values(), lambda row: row.gguf):
+        of_work = [*forms]
+        cells = [
+            ", ".join(_cell(found.get(row.name)) or "–" for row in of_work)
+            if any(row.name in found for row in of_work)
+            else ""
+            for found in shown.values()
+        ]
+        if any(cells):
+            yield [str(work), *cells]
+
+
+def _columns(
+    records: Mapping[str, Record], chosen: Callable[[str, dict[str, Any]], bool]
+) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """What was measured of the chosen rows, by name, for each processor and number of cores with any."""
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for on, record in records.items():
+        for x in sorted(record["rows"], key=lambda x: x["cores"]):
+            if chosen(on, x):
+                found.setdefault((on, x["cores"]), {})[x["row"]] = x
+    return found
 
 
 def _is_apart(on: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> bool:
@@ -254,23 +286,21 @@ def _is_apart(on: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> boo
 def _cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    return f"not run: {found['missing']}" if "missing" in found else f"{found['ratio']:.2f}"
+    if "missing" in found:
+        return f"not run: {found['missing']}"
+    return f"**{found['ratio']:.2f}**" if found["ratio"] > found["at most"] else f"{found['ratio']:.2f}"
 
 
 def _above(records: Mapping[str, Record]) -> Iterator[str]:
-    """The reasons why rows are above their limits, each with its rows."""
+    """The reasons why rows are above their limits."""
     rows = {
         x["row"]: None
         for record in records.values()
         for x in record["rows"]
         if x.get("ratio", 0) > x["at most"]
     }
-    why: dict[str, list[str]] = {}
-    for row in ROWS:
-        if row.why and row.name in rows:
-            why.setdefault(row.why, []).append(row.name)
-    for reason, names in why.items():
-        yield f"- {'; '.join(names)}: {reason}."
+    for why in dict.fromkeys(row.why for row in ROWS if row.why and row.name in rows):
+        yield f"- {why}."
 
 
 _PICTURE = "![Ratios on one core, with their ranges](assets/rivals.png){ .narrow }"
@@ -285,27 +315,37 @@ the same weights, random ones of a Llama of {millions:.0f} million ({size.layers
 the same tokens. Each is a process of its own; they take turns.
 
 - A number is the median of quaxlike's time ÷ the other's: below 1, quaxlike takes less time.
-- “At most” is the project's target, and “on 1” is on one core.
+- “At most” is the project's target: numbers above it are bold. “On 1” is on one core.
 - “Load and 32 tokens” times a whole process. It and “second start” are second runs, so the commands' cache
   has the compiled programs.
 
 The seconds of both sides, and their ranges, are in `benchmarks/rivals.json`.\
 """
+_GGUF = """\
+GGUF files ÷ llama.cpp: by default, in bfloat16, and with inputs of products in 8 bits (`compute="int8"`), as
+there. At most 0.9 for prompts, and 1.3, 1.3 and 1 for tokens.\
+"""
 _APART = """\
 ## Where the other is slow
 
 With AVX2 alone, PyTorch's products in bfloat16, and those of bitsandbytes, take many times as long as with
-AVX-512. These ratios show that, and little of quaxlike. They are not in the picture.\
+AVX-512. These ratios show that, and little of quaxlike.\
 """
 
 
 def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
-    """The picture: points for each row on one core, their ranges, and what they should be at most."""
+    """The picture: points for each row on one core, but for GGUF's prompts, their ranges, and limits."""
     import matplotlib.pyplot as plt
 
     rows = {row.name: row for row in ROWS}
     drawn = {
-        on: [x for x in record["rows"] if x["cores"] == 1 and "ratio" in x and not _is_apart(on, x, rows)]
+        on: [
+            x
+            for x in record["rows"]
+            if x["cores"] == 1
+            and "ratio" in x
+            and not (_is_apart(on, x, rows) or ", a prompt of " in x["row"])
+        ]
         for on, record in records.items()
     }
     shown, order = list(itertools.chain(*drawn.values())), list(rows)

@@ -37,9 +37,9 @@ def test_the_page_and_the_picture(tmp_path):
     heads = [f"{on}: on {cores}" for on in records for cores in (1, 2)]
     assert f"| work ÷ beside | at most | {' | '.join(heads)} |\n" in page
     assert f"| {ROWS[0].name} ÷ transformers | 0.95 | 0.50 | 0.50 | 0.50 | 0.50 |" in page
-    assert f"| {slow.name} ÷ llama.cpp | 1.3 |  | 1.50 |  | 1.50 |" in page
+    assert "| Q8_0, token | **1.50**, –, – | **1.50**, –, – |" in page
     assert page.count("not run: torch is not installed") == 2
-    assert page.count("\n- GGUF Q8_0, a token: llama.cpp rounds the inputs") == 1
+    assert page.count("\n- A token from a GGUF file: products are") == 1
     assert "134 million (12 layers of 768)" in page
     assert "at a commit that was not noted" in page
     rivals.draw(records, tmp_path / "picture.png")
@@ -58,7 +58,11 @@ def test_what_shows_a_rivals_weakness_stands_apart(monkeypatch, tmp_path):
     first, apart = rivals.page(records).split("## Where the other is slow")
     assert "| QLoRA, a step ÷ PEFT | 0.85 |  | 0.04 |" in first
     assert "| float32, a token, eight ÷ transformers | 0.48 | 0.04 | 0.04 |" in first
-    assert "2026-11-28, at commit abc, with torch 2." in first
+    assert first.count("2026-11-28, at commit abc.") == 2
+    assert first.count("\nAll with torch 2.\n") == 1
+    records["another"] = of_each | {"versions": "torch 3"}
+    assert "2026-11-28, at commit abc, with torch 2." in rivals.page(records)
+    del records["another"]
     assert apart.count("\n| QLoRA, a step ÷ PEFT | 0.85 | 0.04 |\n") == 1
     assert "float32" not in apart
     assert "llama.cpp" not in apart
