@@ -306,7 +306,7 @@ def widths(monkeypatch):
 def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(widths, qwen2):
     model = _activated(qwen2[0])
     conversation, text = Conversation(model), list(range(10, 50))
-    for new, width in [([], 64), ([7, 9, 3], 16), ([4], 16), ([7, 9], 16)]:
+    for new, width in [([], 64), ([7, 9, 3], 8), ([4], 8), ([7, 9], 8)]:
         text += new
         wanted = np.asarray(generate(model, np.array([text]), max_new_tokens=2))[0].tolist()
         widths.clear()
@@ -329,7 +329,7 @@ def test_forks_read_a_text_once(widths, qwen2):
             fork, ids = conversation.fork(other), [*text, *question]
             widths.clear()
             found = list(fork.answer(ids, max_new_tokens=3))
-            assert widths == [16, 1, 1]
+            assert widths == [8, 1, 1]
             wanted = np.asarray(generate(other, np.array([ids]), max_new_tokens=3, cache="bfloat16"))
             assert found == wanted[0].tolist()
 
@@ -357,7 +357,7 @@ def test_a_conversation_runs_only_what_is_new(widths):
     conversation, text = Conversation(model), list(range(40))
     text += conversation.answer(text, max_new_tokens=2)
     list(conversation.answer([*text, 5, 6], max_new_tokens=2))
-    assert widths == [64, 1, 16, 1]
+    assert widths == [64, 1, 8, 1]
 
 
 @pytest.mark.slow
