@@ -306,7 +306,7 @@ def widths(monkeypatch):
 def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(widths, qwen2):
     model = _activated(qwen2[0])
     conversation, text = Conversation(model), list(range(10, 50))
-    for new, width in [([], 64), ([7, 9, 3], 8), ([4], 8), ([7, 9], 8)]:
+    for new, width in [([], 64), ([7, 9, 3], 8), ([4], 8), ([7, 9], 16)]:
         text += new
         wanted = np.asarray(generate(model, np.array([text]), max_new_tokens=2))[0].tolist()
         widths.clear()
