@@ -344,7 +344,7 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
             for x in record["rows"]
             if x["cores"] == 1
             and "ratio" in x
-            and not (_is_apart(on, x, rows) or ", a prompt of " in x["row"])
+            and not (_is_apart(on, x, rows) or rows[x["row"]].theirs == "llama_prefill")
         ]
         for on, record in records.items()
     }
