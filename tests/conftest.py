@@ -92,13 +92,16 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name, obj):
     """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
-    those of one marked `quick("id", ...)`, the cases with these ids."""
+    those of one marked `quick("id", ...)`, the cases with these ids. If it is marked `covering`, slow cases
+    are left out that have no value of a parameter that the others do not have."""
     cases = yield
-    for mark in getattr(obj, "pytestmark", ()):
-        if mark.name == "quick" and cases:
-            own = [case for case in cases if not case.get_closest_marker("slow")]
-            for case in _not_quick(name, own, *mark.args):
-                case.add_marker(pytest.mark.slow)
+    marks = {mark.name: mark for mark in getattr(obj, "pytestmark", ())}
+    if "quick" in marks and cases:
+        own = [case for case in cases if not case.get_closest_marker("slow")]
+        for case in _not_quick(name, own, *marks["quick"].args):
+            case.add_marker(pytest.mark.slow)
+    if "covering" in marks and cases and os.environ.get("QUAXLIKE_ALL_CASES") != "1":
+        cases = _covering(cases)
     if isinstance(cases, list) and collector.config.pluginmanager.has_plugin(WithoutSlow.__name__):
         return [case for case in cases if not case.get_closest_marker("slow")]
     return cases
@@ -110,9 +113,23 @@ def _not_quick(name, cases, *chosen):
         if missing := set(chosen) - set(ids):
             raise pytest.UsageError(f"{name} has no cases {sorted(missing)}, but {ids[:9]}, …")
         return [case for case in cases if case.callspec.id not in chosen]
-    # Multiples of the golden ratio: however many are taken, they spread over every parameter.
-    order = sorted(range(len(cases)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)
-    return [cases[i] for i in order[chosen[0] :]]
+    return _spread(cases)[chosen[0] :]
+
+
+def _spread(cases):
+    """In the order of multiples of the golden ratio: the first few lie far apart in the table."""
+    return [cases[i] for i in sorted(range(len(cases)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)]
+
+
+def _covering(cases):
+    """The quick ones, and slow ones until each value of each parameter is in one."""
+    seen, kept = set(), []
+    for case in sorted(_spread(cases), key=lambda case: case.get_closest_marker("slow") is not None):
+        entries = {(name, str(value)) for name, value in case.callspec.params.items()}
+        if not case.get_closest_marker("slow") or entries - seen:
+            kept.append(case)
+        seen |= entries
+    return [case for case in cases if case in kept]
 
 
 #: How many programs were compiled while a module was collected.

@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from quaxlike import _cache
 
 #: Whether jaxtyping's wrappers stand around the package's functions, as in `.ci/run` (conftest).
 checks_annotations = os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1"
+
+#: Whether to ask all that tables of cases leave out: `some_of`, and the mark `covering`.
+all_cases = os.environ.get("QUAXLIKE_ALL_CASES") == "1"
 
 wrong_types = pytest.mark.skipif(
     checks_annotations,
@@ -105,6 +109,13 @@ def covering(*tables: Iterable[Any]) -> list[tuple[Any, ...]]:
             missing[places].discard((row[places[0]], row[places[1]]))
         rows.append(tuple(table[row[i]] for i, table in enumerate(entries)))
     return rows
+
+
+def some_of(table: Mapping[str, Any], name: str, n: int) -> dict[str, Any]:
+    """About one in `n` entries of a table, others for another name: if each of many types meets so many
+    programs, each program meets so many types. With `QUAXLIKE_ALL_CASES=1`, the whole table."""
+    turn = lambda key: zlib.crc32(f"{name}: {key}".encode()) % n
+    return {key: entry for key, entry in table.items() if all_cases or turn(key) == 0}
 
 
 class Late:

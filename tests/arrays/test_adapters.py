@@ -97,6 +97,7 @@ def test_each_multiplies_as_its_array():
         np.testing.assert_allclose(found[name], x @ np.asarray(w).T, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.covering
 @pytest.mark.quick("rotated-io")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
@@ -113,6 +114,7 @@ def test_products_from_both_sides_over_outputs_and_inputs(name, layout):
     np.testing.assert_allclose(turned.materialise(), jnp.swapaxes(w.materialise(), 0, -1), atol=1e-6)
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [(), (5,)], ids=["one base", "stacked bases"])
 @pytest.mark.parametrize("name", NAMES)
@@ -185,7 +187,7 @@ def _thin(w):
     }
 
 
-@pytest.mark.quick("HRA")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*jax.eval_shape(lambda: _thin(_x(96, 64)))])
 def test_no_dense_change_is_formed(name):
     """Neither in a step's forward pass nor in its backward pass has anything the size of the weight."""

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "program"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)

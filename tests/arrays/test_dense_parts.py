@@ -94,6 +94,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])
@@ -149,7 +150,7 @@ def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
     np.testing.assert_array_equal(ql.materialise(found), np.full((1, 4), 1.0))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: jnp.asarray(_W)])
 @pytest.mark.parametrize("holder", HOLDERS)

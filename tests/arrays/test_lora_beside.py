@@ -84,6 +84,7 @@ MOVED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("program", MOVED)
 @pytest.mark.parametrize("inner", INNER)

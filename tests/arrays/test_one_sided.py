@@ -91,7 +91,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick("BlockDiagonalMatrix-x @ w.T", "RotatedArray-w.T @ x")
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_for_one_side_is_found(kind, product):
@@ -188,6 +188,7 @@ OTHERS = [kind for kind in WEIGHTS | CORNERS if kind not in TAKES_ARRAYS and "Un
 SIDES = [OnTheRight, OnTheLeft, OnBothSides]
 
 
+@pytest.mark.covering
 @pytest.mark.quick(14)
 @pytest.mark.parametrize(
     ("kind", "operation", "cls"),
@@ -313,7 +314,10 @@ MULTIPLYING = [
 ]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.covering
+@pytest.mark.quick(
+    "DiagonalMatrix, empty-w.T @ x-False", "LowRankUpdate, stacked-w @ x.T-True", "RandLoRAArray-w @ x.T-True"
+)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize(("kind", "product", "returns_arrays"), covering(MULTIPLYING, ALONE, (False, True)))
 def test_a_rule_for_the_product_alone_is_found(kind, product, returns_arrays):

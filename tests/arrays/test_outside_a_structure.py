@@ -79,7 +79,7 @@ def test_what_is_not_stored_is_zero(program, kind):
     np.testing.assert_allclose(out, np.where(stored, dense, 0), rtol=1e-6)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("sparse-<lambda>1", "diagonal-<lambda>1", "tridiagonal-<lambda>1")
 @pytest.mark.parametrize("wrap", [lambda x: Unitful(x, "m"), lambda x: NamedArray(x, ("a", "b"))])
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "diagonal", "tridiagonal"])
 def test_in_a_unit_or_with_names(kind, wrap):
@@ -126,7 +126,8 @@ MODES = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.covering
+@pytest.mark.quick("eager-infinity-low rank", "jit outside-by minus zero-low rank")
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

@@ -131,7 +131,7 @@ def test_an_adapter_over_codes_learns(codec):
     assert fast((ab[0] - 0.01 * grads[0], ab[1] - 0.01 * grads[1])) < fast(ab)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_streams_of_bits(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 21)).astype(np.uint8)
@@ -189,6 +189,7 @@ def test_rounds_to_near_codes(codec):
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
 
 
+@pytest.mark.covering
 @pytest.mark.quick("mxfp4-float16-65000.0", "q8_0-bfloat16-10000000000.0")
 @pytest.mark.parametrize(
     ("dtype", "largest"), [("float16", 6.5e4), ("bfloat16", 1e10), ("float32", 1e10), ("float32", 1e37)]

@@ -4,6 +4,7 @@ made dense has the numbers of the array."""
 import pytest
 
 from tests.differential import kept
+from tests.samples import some_of
 
 # Of the others the slow tests alone ask.
 QUICK = [
@@ -23,7 +24,7 @@ def _not_dense(name):
 @pytest.mark.parametrize("name", kept.TYPES)
 def test_what_becomes_of_a_value(name):
     """`python -m tests.differential.kept` writes the table anew."""
-    expected = kept.read()[name]
+    expected = some_of(kept.read()[name], name, 3)
     found = kept.outcomes(name, expected)
     assert not {text: (letter, found[text]) for text, letter in expected.items() if letter != found[text]}
 
@@ -36,7 +37,7 @@ def test_what_is_kept(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", kept.TYPES)
 def test_what_is_not_dense_has_the_numbers_of_the_array(name):
-    assert not kept.differences(name, _not_dense(name))
+    assert not kept.differences(name, some_of(_not_dense(name), name, 6))
 
 
 def test_the_table_has_every_program_and_type():

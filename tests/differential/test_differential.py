@@ -29,11 +29,12 @@ NOT_OPERATIONS = {"add_any", "sharding_constraint", "geqrf", "eq_to", "le_to", "
 @pytest.mark.parametrize("name", [name for name in TYPES if " of " not in name])
 def test_every_rule(name):
     # A corner is of a type that is among the weights, too; but these have no padding.
-    common, share = (2, 3) if name in WEIGHTS or name in PADDED else (1, 12)
+    common, share = (1, 6) if name in WEIGHTS or name in PADDED else (1, 24)
     _no_findings(name, of_each_rule((name,), common, share))
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rules_on_other_numbers(name, numbers):

@@ -122,6 +122,7 @@ def _pairs(codecs, cases):
     return [_slow(case) for case in covering(codecs, *columns) if case not in cases]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("codec", "call", "size", "form", "backend"),
     [
@@ -150,6 +151,8 @@ _PARTED = [(130, 64, 64), (67, 40, 32), (8, 33, 64), (67, 33, 512), (3, 501, 64)
 WAYS = {"tiled": reference.tiled, "whole": reference.whole, "chunked": gpu.chunked}
 
 
+@pytest.mark.covering
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "size", "rows", "dtype", "way", "transpose"),
     [
@@ -200,6 +203,7 @@ def test_double_precision_is_kept(x64, backend, codec):
     assert relative_error(y, _expected(x, w)) < 1e-14
 
 
+@pytest.mark.quick("usual")
 @pytest.mark.parametrize("stored_as", ["array", "tuple", "usual"])
 def test_the_map_of_nested_scales(stored_as):
     """Kernels take it however it is stored; only an array is a leaf."""
@@ -293,6 +297,7 @@ def _products(fn, *args):
     return [name for name in names(fn, *args) if "matmul" in name]
 
 
+@pytest.mark.quick("nested-an adapter-expected5")
 @pytest.mark.parametrize(
     ("codec", "form", "expected"),
     [
@@ -324,6 +329,7 @@ _MAPPED = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "mapped"), covering(["nf4", "nested", "int8", "q4_1"], _MAPPED), ids=str)
 def test_vmap_is_one_after_the_other(codec, mapped):
@@ -348,6 +354,7 @@ def test_vmap_is_one_after_the_other(codec, mapped):
     _assert_close(of(mapped), of(looped))
 
 
+@pytest.mark.slow
 def test_the_weight_is_read_once_for_all_that_is_mapped():
     w = stored("nf4", 48, 64)
     x = _x(w, (5, 3))
@@ -399,7 +406,7 @@ def _dots(program):
     return [line for line in program.splitlines() if "stablehlo.dot_general" in line]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("codec", "size", "m", "most", "chunks"),

@@ -72,6 +72,7 @@ def _dense(w):
     return np.float64(ql.materialise(w).astype(jnp.float32))
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (21, 320), (6, 100)])
 @pytest.mark.parametrize("name", [*CODECS, "nested"])
@@ -298,6 +299,7 @@ def test_it_is_used_unasked_but_not_exported(built):
     assert relative_error(exported.call(x), fn(x)) < 1e-6
 
 
+@pytest.mark.slow
 def test_another_platform_has_none():
     operands = (jax.ShapeDtypeStruct((2, 64), jnp.float32), *stored("nf4", 48, 64).leaves)
     fn = lambda x: nf4_matmul(x, *operands[1:], **stored("nf4", 48, 64).params)
@@ -318,6 +320,7 @@ def test_a_user_without_a_home_folder(monkeypatch, unloaded):
         native.build()
 
 
+@pytest.mark.slow
 def test_a_library_call_compiles_nothing(unloaded):
     w = _quantised("nf4", normal(4, 64))
     note = _choice(w, normal(2, 64))

@@ -36,6 +36,7 @@ def _rounded(x):
     ]
 
 
+@pytest.mark.slow
 def test_the_reference_rounds_blocks_and_differentiates_straight_through():
     w, x = _computed("q4_0", normal(24, 64)), normal(3, 64, seed=1)
     dense, times = _dense(w), _times(w)[0]
@@ -51,7 +52,7 @@ def _narrow(x):
     return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_0", "nf4", "fp8"])
 def test_inputs_in_bfloat16(name):
     """Sums are in float32, and the result has the dtype of the inputs."""
@@ -69,7 +70,7 @@ def test_inputs_in_bfloat16(name):
     assert "inputs are rounded to bfloat16; " in _choice(w, x)
 
 
-@pytest.mark.quick("q2_k", "q8_0")
+@pytest.mark.quick("q8_0")
 @pytest.mark.parametrize("name", ["q2_k", "q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_rounding_to_bfloat16_is_less_than_that_of_the_format(name):
     dense, x = normal(64, 512), normal(8, 512, seed=1)
@@ -113,6 +114,7 @@ def test_what_cannot_be_met_is_an_error(unloaded):
         lowered.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (21, 320), (6, 96)])
 @pytest.mark.parametrize("name", [*_IN_BYTES, "nested"])
@@ -127,6 +129,7 @@ def test_products_of_all_formats(use_native, name, shape):
             assert relative_error(fn(x, w), expected) < (1e-4 if in_two_bytes else 1e-6)
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (6, 96)])
 @pytest.mark.parametrize("name", [*CODECS, "nested"])

@@ -117,6 +117,7 @@ def _in_dtypes(weights, inputs, state, case, steps=STEPS):
     return step, model, h.astype(state), xs, targets.astype(state)
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)
@@ -133,6 +134,7 @@ def test_d_rtrl_in_mixed_precision(case, mixed):
     assert max(jax.tree.leaves(errors)) < tolerance
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)
@@ -231,7 +233,7 @@ SHARED = {
 }
 
 
-@pytest.mark.quick("matmul, (1,)", "sparse, ()")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHARED)
 def test_a_weight_that_several_outputs_share(case):
     use, shapes, x_shape, shape = SHARED[case]
@@ -245,6 +247,7 @@ def test_a_weight_that_several_outputs_share(case):
     assert max(jax.tree.leaves(errors)) < 1e-13
 
 
+@pytest.mark.quick("uint8-learner1")
 @pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.5)])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_indices_are_those_of_jax(learner, dtype):

@@ -133,6 +133,7 @@ OPTIMISERS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -172,6 +173,7 @@ def test_small_arrays_stay_as_they_are():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_scalars_are_not_rounded():
     params = {"w": jnp.ones(64), "scale": jnp.float32(1)}
     optimiser = quantize_state(optax.adam(1e-3), min_size=1)
@@ -280,6 +282,7 @@ def test_options_that_do_not_exist():
         quantize_state(optax.adam(1e-3), stochastic="no")
 
 
+@pytest.mark.slow
 def test_fields_of_ones_own():
     optimiser = quantize_state(optax.scale_by_rprop(1e-3), moments={"prev_updates": "linear"})
     assert set(rounded(optimiser.init(PARAMS))) == {
@@ -327,6 +330,7 @@ class Attention(NamedTuple):
     v: jax.Array
 
 
+@pytest.mark.slow
 def test_parameters_with_the_names_of_moments():
     """Copies of the parameters in a state are no moments, though a field of theirs is called `v`."""
     params = Attention(normal(64, 64, seed=1), normal(64, 64, seed=1))
@@ -339,6 +343,7 @@ def test_parameters_with_the_names_of_moments():
         quantize_state(contrib.schedule_free_sgd(1e-3)).init(params)
 
 
+@pytest.mark.slow
 def test_the_momentum_of_sm3_is_signed():
     params = {"w": normal(64, 64)}
     grads = {"w": -jnp.ones((64, 64))}

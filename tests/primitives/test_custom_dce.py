@@ -217,6 +217,7 @@ def _with_rule(fun):
     return f
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("derivative", [*DERIVATIVES, "primal"])
 @pytest.mark.parametrize("used", [first, second])

@@ -134,6 +134,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("transform", [*TRANSFORMS, *MAPPED])

@@ -117,7 +117,7 @@ def _outcome(load, *args):
         return None, str(error)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("formats/awq/gemm_g32")
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_a_missing_tensor_is_named(name, tmp_path):
     """Or it was a whole weight by itself, which then is missing, and no other is different."""
@@ -140,7 +140,7 @@ def test_a_missing_tensor_is_named(name, tmp_path):
             assert all(_agree(found[key], whole[key]) for key in found), tensor
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_another_shape_is_an_error_or_visible(name, tmp_path):
     """No other weight is different, and this one has another shape, or the same values."""
@@ -150,7 +150,7 @@ def test_another_shape_is_an_error_or_visible(name, tmp_path):
         assert "can be read" in error  # a type of GGUF
         return
     for file in changed:
-        for tensor, what in _variants(file, _reshaped):
+        for tensor, what in _kinds(_variants(file, _reshaped)):
             found, _ = _outcome(lm.read, path)
             if found is None:
                 continue
