@@ -296,6 +296,7 @@ class TestHalves:
         trained, _ = eqx.partition(model, ql.trainable(model))
         np.testing.assert_allclose(ql.quaxify(optax.tree.norm)(trained), optax.tree.norm(trained))
 
+    @pytest.mark.quick("nf4")
     def test_state_of_an_optimiser(self, model):
         state = optax.masked(optax.adam(1e-3), ql.trainable(model)).init(eqx.filter(model, eqx.is_array))
         specs = specs_for(state, lambda name, leaf: None)

@@ -64,7 +64,7 @@ def test_primitives_that_move_elements_keep_the_metadata(function):
     assert out.dtype == function(X).dtype
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "join",
     {

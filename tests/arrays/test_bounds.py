@@ -9,7 +9,7 @@ from jax import lax
 from quaxlike.arrays import bounds
 
 
-@pytest.mark.quick("uint8")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
 def test_starts_are_clamped_as_by_the_primitive_and_never_wrapped(dtype):
     x = np.arange(300, dtype=np.float32)

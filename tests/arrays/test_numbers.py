@@ -143,7 +143,7 @@ def test_pickles_with_a_static_number_are_read():
         assert getattr(again, name) == number
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_number_promotes_nothing(dtype):
     half = jax.tree.map(lambda x: x.astype(dtype), lora())

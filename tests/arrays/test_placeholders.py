@@ -82,6 +82,7 @@ def test_the_result_of_a_callback_is_an_array_like_any_other():
         ql.quaxify(lambda x: lax.cond(x.array > 1, lambda: x, call))(length)
 
 
+@pytest.mark.slow
 def test_the_branch_that_raises_has_the_unit_of_the_other():
     f = lambda x: eqx.error_if(x, ql.value_of(x).array > 3, "too long")
     for run in (ql.quaxify(f), jax.jit(ql.quaxify(f))):

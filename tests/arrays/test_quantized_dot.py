@@ -101,7 +101,7 @@ def test_stacks_of_rows_that_end_within_blocks(double_quant):
     _close(jax.jit(ql.quaxify(product))(stack, x), np.einsum("loi,bi->blo", dense, np.float64(x)))
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("train_scales", [False, True])
 def test_scales_are_trained_only_if_asked(train_scales):
     w = ql.NF4Array.quantize(_normal(0, 8, 64), train_scales=train_scales)
@@ -202,7 +202,7 @@ def test_within_shard_map(name, cls):
     jax.tree.map(_close, actual, of(fn, w.materialise()))
 
 
-@pytest.mark.quick("quantise1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantise",
     [

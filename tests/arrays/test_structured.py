@@ -210,6 +210,7 @@ def test_mixed_precision():
     assert wide(d, jnp.ones(4, jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker, shared", "update of diagonal"])
 def test_products_are_computed_in_the_dtype_that_is_asked_for(name):
     a = jtu.tree_map(lambda x: jnp.full(x.shape, 11, jnp.int8), MAKERS[name](()))
@@ -222,6 +223,7 @@ def test_products_are_computed_in_the_dtype_that_is_asked_for(name):
         _same(ql.quaxify(f)(a, a), wide @ wide)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(checks_annotations, reason="The annotations of shapes are of numbers.")
 def test_scaling_a_matrix_of_symbolic_size():
     (n,) = jax.export.symbolic_shape("n")

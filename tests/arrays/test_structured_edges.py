@@ -73,7 +73,7 @@ def test_stacks_of_one_are_repeated(names, primitive, sizes):
             assert isinstance(_agrees(primitive.bind, a, b), StructuredMatrix)
 
 
-@pytest.mark.quick("and a sum")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "f",
     [
@@ -224,6 +224,7 @@ _OVERFLOWING = {
 }
 
 
+@pytest.mark.quick("kronecker", "update")
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("name", _OVERFLOWING)
 def test_integers_wrap_before_they_are_converted(name, default_promotion):
@@ -242,11 +243,13 @@ def test_integers_wrap_before_they_are_converted(name, default_promotion):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_diagonal_times_an_update_of_small_integers():
     update = LowRankUpdate(array(np.eye(3), "int8"), array(np.ones((3, 1)), "int8"))
     _agrees(jnp.multiply, DiagonalMatrix(array([1, 2, 3], "int8")), update)
 
 
+@pytest.mark.quick("tridiagonal")
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal"])
 def test_the_sign_of_a_complex_determinant_has_a_derivative(name):
     z, t = array([1 + 2j, 3 - 1j], "complex128"), array([0.5 + 1j, 0.5 + 1j], "complex128")

@@ -199,6 +199,7 @@ def test_linear_algebra():
     same(pivots, expected[2])
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_determinants(n):
     x = Unitful(normal(2, n, n), "m")
@@ -463,6 +464,7 @@ def test_printing():
     assert "f32[3] m" in repr(eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 3, key=jax.random.key(0)), X))
 
 
+@pytest.mark.slow
 def test_a_carry_without_leaves_that_changes_its_form():
     x = Unitful(Identity(3), "m")
     found = ql.quaxify(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c * 2.0, x))(x)

@@ -141,7 +141,7 @@ def test_a_stack_of_constants():
     np.testing.assert_array_equal(ql.materialise(out)[:, 0], [-4, -3, -2])
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick("float32-nan-prod")
 @pytest.mark.parametrize("reduce", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("number", [np.inf, np.nan, 2.0])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -303,6 +303,7 @@ def test_selection_by_a_stack_of_constants():
         np.testing.assert_array_equal(found, jnp.where(which.materialise(), *ql.materialise(cases)))
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_large_identity_of_small_integers():
     program = lambda x: jnp.sum(x, dtype=jnp.int8)
     assert ql.materialise(ql.quaxify(program)(Identity(300, jnp.int8))) == program(

@@ -108,6 +108,7 @@ def test_what_fails_costs_its_row_alone(capsys):
     assert {entry["error"] for entry in late} == {"left out: the time was up"}
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_no_row(bench):
     way = timing.Way(lambda x: x * 1.001, [(jnp.ones(4),)])
     with pytest.raises(AssertionError, match=r"wrong: relative error 1.00e-03, allowed is 1e-05"):

@@ -46,6 +46,7 @@ def test_block_sparse_rows_in_half_precision_are_kernels_without_temporaries(nam
     assert all(row["fused"] and row["temporaries"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_warpgroups_multiply_asynchronously():
     by_warpgroups = [row for row in RECORD["h100"]["rows"] if row["row"].startswith("block-sparse, 50%")]
     assert len(by_warpgroups) == 3

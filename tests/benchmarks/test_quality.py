@@ -72,6 +72,7 @@ def test_what_is_compared(quality, default_promotion):
     assert same == 1
 
 
+@pytest.mark.slow
 def test_pieces_are_spread_over_the_text(quality):
     found = quality.pieces([7, *range(100), 9], 3, 4, (9,))
     assert found.tolist() == [[7, 0, 1, 2, 3, 9], [7, 48, 49, 50, 51, 9], [7, 97, 98, 99, 9, 9]]

@@ -70,7 +70,7 @@ def _outcome(run):
         return None
 
 
-@pytest.mark.quick("LoraArray")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in _QUICK else pytest.mark.slow) for n in TYPES]
 )

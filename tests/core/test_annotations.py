@@ -115,6 +115,7 @@ class TestKindsOfArrays:
         ):
             run(V(X1), X1.astype(int))
 
+    @pytest.mark.slow
     def test_axes_of_one_name_have_one_size(self):
         rules = ql.RuleSet()
 

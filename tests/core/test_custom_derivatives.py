@@ -186,7 +186,7 @@ def test_cotangents_of_nested_annotations(function, wrapped):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.quick("<lambda>0-float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     "make", [lambda a: NamedArray(a, ("a", "b")), lambda a: DiagonalMatrix(a[0]), lambda a: _lora(a[:1])]
@@ -267,6 +267,7 @@ def test_the_gradient_of_a_type_without_a_dense_array(stage, levels):
         np.testing.assert_array_equal(by_number, length.array)
 
 
+@pytest.mark.quick("checkpoint-reversed", "checkpoint-scaled")
 @pytest.mark.parametrize("function", ["reversed", "scaled"])
 @pytest.mark.parametrize("stage", [jax.jit, jax.checkpoint])
 def test_a_number_for_all_elements_inside_of_a_unit(stage, function):

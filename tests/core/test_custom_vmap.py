@@ -65,7 +65,7 @@ class TestBatches:
         assert type(out["w"]) is ql.LoraArray
         close(out["y"], dense(w()) @ X)
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("True-False")
     @pytest.mark.parametrize("inside", [False, True])
     def test_of_arrays(self, jitted, inside):
         over = lambda f: jax.vmap(f, in_axes=(None, 0), out_axes={"y": 0, "w": None})

@@ -258,7 +258,9 @@ def _functions(type_name: str, transform: str) -> list[str]:
     return [name for name in names if (name, transform) not in REFUSED]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(
+    "Rescaled-eager-1 levels, 0 inside", "Passing-grad-3 levels, the middle one dispatches, 0 inside"
+)
 @pytest.mark.parametrize(("type_name", "transform", "levels"), covering(TYPES, TRANSFORMS, LEVELS))
 def test_programs_on_values_are_those_on_arrays(type_name, transform, levels):
     for name in _functions(type_name, transform):

@@ -175,7 +175,7 @@ class TestCustomDerivatives:
                 out = ql.materialise(eqx.combine(run(x, y), x))
                 np.testing.assert_allclose(out, jnp.where(kept, ql.materialise(y), 0.0))
 
-    @pytest.mark.quick("BlockSparseArray")
+    @pytest.mark.slow
     @patterns
     def test_cotangents_of_the_same_pattern_keep_their_type(self, x, y):
         @jax.custom_vjp
@@ -189,7 +189,7 @@ class TestCustomDerivatives:
                     out = eqx.combine(run(x), x)
                     np.testing.assert_allclose(ql.materialise(out), 2.0 * ql.materialise(x))
 
-    @pytest.mark.quick("OneHotVector")
+    @pytest.mark.slow
     @patterns
     def test_tangents_of_another_pattern(self, x, y):
         @jax.custom_jvp

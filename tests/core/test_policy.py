@@ -277,6 +277,7 @@ class TestWhere:
 
 
 class TestWarnings:
+    @pytest.mark.slow
     def test_once_per_call_site(self):
         f = ql.quaxify(tanh)
         with warnings.catch_warnings(record=True) as caught:

@@ -144,7 +144,7 @@ class Holder(ql.ArrayValue):
         return ql.materialise(self.value) - ql.materialise(self.x)
 
 
-@pytest.mark.quick("NoRows")
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [Twice, Transposed, NoRows])
 def test_fields_of_any_name_that_hold_values(part):
     held = Holder(part(X), part(X**2))

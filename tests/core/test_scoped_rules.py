@@ -132,6 +132,7 @@ def test_a_rule_inherits():
     _check(ql.quaxify(jnp.tanh, rules=rules)(Box(X)), 2.0)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_inherits():
     """Of a custom_vjp, which runs when the quaxified function has returned."""
 
@@ -144,6 +145,7 @@ def test_the_backward_pass_inherits():
     np.testing.assert_allclose(grad(X), 2.0 * jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_a_new_rule_is_seen_by_what_was_compiled():
     rules = ql.RuleSet()
     eager, outside = ql.quaxify(jax.jit(sin), rules=rules), jax.jit(ql.quaxify(sin, rules=rules))

@@ -80,7 +80,7 @@ _UNUSUAL_ROWS = {
 }
 
 
-@pytest.mark.quick("codes", "a length")
+@pytest.mark.quick("codes")
 @pytest.mark.parametrize("make", _UNUSUAL_ROWS.values(), ids=_UNUSUAL_ROWS)
 def test_rows_that_are_not_those_of_the_leaves(make):
     x = make()
@@ -146,6 +146,7 @@ def test_a_scale_that_all_elements_share(transform):
     assert transform(jax.grad(by_factor))(3.0, _CODES) == 64
 
 
+@pytest.mark.slow
 def test_elements_that_are_stored_twice():
     class Coordinates(ql.ArrayValue):
         positions: jax.Array
@@ -190,6 +191,7 @@ def test_leaves_that_materialise_does_not_use():
     np.testing.assert_allclose(along, 2)
 
 
+@pytest.mark.slow
 def test_a_linear_type_of_symbolic_size():
     @jax.custom_vjp
     def twice(x):
@@ -304,6 +306,7 @@ class Named(ql.ArrayValue):
         return self.array
 
 
+@pytest.mark.slow
 def test_materialise_inside_a_transform():
     x = Named(jnp.arange(3.0))
     for program in (
@@ -324,6 +327,7 @@ def test_materialise_inside_a_transform():
     np.testing.assert_allclose(y, np.arange(3))
 
 
+@pytest.mark.slow
 def test_a_rule_that_returns_a_number():
     class Constant(ql.ArrayValue):
         form: tuple[int, ...] = eqx.field(static=True)
@@ -491,6 +495,7 @@ class OfFactors(ql.ArrayValue):
         return sum(x.array * x.by for x in self.of["factors"])
 
 
+@pytest.mark.slow
 def test_equal_statics_of_modules_inside(default_promotion):
     for by in (2, 2.0, 2):
         x = OfFactors({"factors": [Factor(jnp.arange(3), by)]})
@@ -581,12 +586,14 @@ class NoRules(ql.ArrayValue):
 _BFLOAT16 = array(np.ones(3, jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [lambda x: x.astype(jnp.float32) + _BFLOAT16, lambda x: jnp.sum(x) * _BFLOAT16])
 def test_a_weak_type_that_becomes_strong(f, default_promotion):
     x = Mask(jnp.array([True, False, True]))
     assert ql.quaxify(f)(x).dtype == f(x.materialise()).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Strong, StrongByDefault])
 def test_weak_results_of_a_strong_type(cls, default_promotion):
     f = lambda x: -x * _BFLOAT16
@@ -594,6 +601,7 @@ def test_weak_results_of_a_strong_type(cls, default_promotion):
         assert run(cls(2.0)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "f",
     [
@@ -638,7 +646,7 @@ def test_the_gradient_of_a_type_made_inside_whose_scatter_has_no_transpose():
     np.testing.assert_allclose(ql.quaxify(jax.grad(f))(x), jnp.exp(x), rtol=1e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.norm])
 def test_the_gradient_of_a_custom_derivative_of_such_a_type(f):
     at, x = jnp.array([4, 1]), jnp.array([1.0, -2.0])

@@ -14,6 +14,7 @@ experiment = Late("quaxlike.demo.experiment")
 image = Late("matplotlib.image")
 
 
+@pytest.mark.slow
 def test_tasks_hold_out_the_same_digits():
     upright, rotated = experiment.load_tasks(3)
     for of_upright, of_rotated in zip(upright, rotated, strict=True):
@@ -25,6 +26,7 @@ def test_tasks_hold_out_the_same_digits():
     assert upright.train.images.max() == 1.0
 
 
+@pytest.mark.slow
 def test_the_figure_shows_a_mistake_and_nine_successes():
     from quaxlike.demo.report import _shown  # pyright: ignore[reportPrivateUsage]
 

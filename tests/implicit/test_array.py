@@ -302,6 +302,7 @@ class TestFieldsThatAreGivenInAnyCase:
 
 
 class TestAstype:
+    @pytest.mark.slow
     def test_returns_a_new_array(self):
         x = Codes.quantize(normal(4, 3))
         y = x.astype(jnp.bfloat16)
@@ -343,6 +344,7 @@ class TestAstype:
                 np.testing.assert_array_equal(found, jnp.abs(expected), strict=True)
         assert jax.tree.structure(cast(x, f32, f16, f32, f16)) == jax.tree.structure(cast(x, f16))
 
+    @pytest.mark.slow
     def test_handlers_do_not_skip_an_earlier_cast(self):
         x, half = normal(2, 4), Codes.quantize(normal(4, 3)).astype(jnp.float16)
         with ql.on_materialise("error"):
@@ -425,6 +427,7 @@ class TestWarnings:
         assert len(caught) == 1
         assert caught[0].filename == __file__
 
+    @pytest.mark.slow
     def test_can_be_switched_off_for_a_type(self):
         implicit(jnp.sin)(Bare(jnp.ones(3)))
 
@@ -470,6 +473,7 @@ class TestCommuting:
             np.testing.assert_array_equal(implicit(jax.lax.max)(cls(x), y), 3.0)
             np.testing.assert_array_equal(implicit(jax.lax.max)(y, cls(x)), expected)
 
+    @pytest.mark.slow
     def test_only_of_commutative_primitives(self):
         commuting, _ = self._types()
 

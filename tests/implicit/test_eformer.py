@@ -57,6 +57,7 @@ class ByHand(ImplicitArray, warn_on_materialize=False):
         return self.codes
 
 
+@pytest.mark.slow
 def test_post_init():
     for cls in (Codes, Halves):
         x = cls(np.asarray(X))
@@ -125,6 +126,7 @@ class TestHandlers:
         out = ql.quaxify(lambda x: x.astype(jnp.float16), rules=rules)(Codes(X))
         assert (type(out), out.dtype) == (Codes, jnp.float16)
 
+    @pytest.mark.slow
     def test_one_that_is_found_out_later(self):
         """The parameters of `cumsum` are known once it is used."""
         rules = ql.RuleSet()
@@ -158,6 +160,7 @@ class TestHandlers:
         np.testing.assert_array_equal(out, np.concatenate([X * 0.5, X]))
         assert calls == [(jax.lax.concatenate_p, [Codes, Codes], ())]
 
+    @pytest.mark.slow
     def test_a_sequence_of_operands_before_parameters(self):
         rules = ql.RuleSet()
 
@@ -297,6 +300,7 @@ class TestLooseHandlers:
             run(lambda w: jnp.concatenate([w, w]))(w)
         assert CALLS == ["dot_general", "dot_general", "concatenate"]
 
+    @pytest.mark.slow
     def test_a_handler_sets_the_dtype_of_its_copy(self):
         w = Sixteenths.quantize(self.W)
         out = ql.quaxify(lambda w: w.astype(jnp.float16), rules=LOOSE)(w)
@@ -322,6 +326,7 @@ class TestLooseHandlers:
         assert OrginArray is OriginArray
         assert isinstance(X, OrginArray)
 
+    @pytest.mark.slow
     def test_handlers_that_are_there_twice(self):
         rules = ql.RuleSet()
 

@@ -93,6 +93,7 @@ def test_gradients_beside_weights(wrap):
     )
 
 
+@pytest.mark.slow
 def test_a_carry_that_is_implicit():
     def step(w, _):
         return jax.lax.optimization_barrier(w), None

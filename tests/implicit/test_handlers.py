@@ -108,6 +108,7 @@ class TestRegister:
         np.testing.assert_array_equal(ql.quaxify(jax.lax.neg, rules=rules)(Box(X)), -(X + 1))
         np.testing.assert_array_equal(ql.quaxify(jax.lax.abs, rules=rules)(Box(-X)), jnp.abs(1 - X))
 
+    @pytest.mark.slow
     def test_the_primitive_under_another_name(self):
         rules = ql.RuleSet()
 

@@ -67,7 +67,7 @@ class TestStacks:
         expected = np.asarray(stack.codes) * np.asarray(stack.scale[0])
         np.testing.assert_array_equal(shared.materialise(), expected)
 
-    @pytest.mark.quick("3")
+    @pytest.mark.slow
     @pytest.mark.parametrize("n", [3, 5])
     def test_scan_runs_over_the_items(self, n):
         stack, dense = self.made(n)
@@ -97,6 +97,7 @@ class TestStacks:
         np.testing.assert_allclose(run(lambda s: x @ s, stack), x @ dense, rtol=1e-6)
         np.testing.assert_allclose(wrap(jax.vmap(implicit(lambda w: x @ w)))(stack), x @ dense, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_nested_ones(self):
         class Twice(ImplicitArray, warn_on_materialize=False):
             inner: ImplicitArray

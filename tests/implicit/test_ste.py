@@ -41,7 +41,7 @@ class Scaled(ql.ArrayValue):
 
 
 class TestArrays:
-    @pytest.mark.quick("jit")
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_value_and_gradient(self, wrap):
         f = wrap(lambda w: (ste(jnp.round)(w) ** 2).sum())
@@ -59,6 +59,7 @@ class TestArrays:
         grads = jax.vmap(jax.grad(lambda w: (ste(jnp.round)(w) * w).sum()))(W)
         np.testing.assert_allclose(grads, jnp.round(W) + W, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_other_arguments(self):
         @ste
         def f(w, step, shift=0.0, *, mode, name="x"):
@@ -80,6 +81,7 @@ class TestArrays:
 
         np.testing.assert_array_equal(jax.grad(run)(W, 2, sign=-1), jnp.ones_like(W))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
     def test_what_is_closed_over_has_no_gradient(self, wrap):
         loss = wrap(lambda s, w: ste(lambda w: jnp.round(w / s) * s)(w).sum())
@@ -107,6 +109,7 @@ class TestArrays:
         np.testing.assert_array_equal(grad, jnp.ones_like(W))
         assert grad.dtype == jnp.float32
 
+    @pytest.mark.slow
     def test_a_tree(self):
         rounded = ste(lambda tree: jax.tree.map(jnp.round, tree))
         grads = jax.grad(lambda tree: rounded(tree)["a"] ** 2 + 3 * rounded(tree)["b"])({"a": 1.6, "b": 0.2})
@@ -133,6 +136,7 @@ class TestArrays:
 class TestValues:
     """Of functions that return a Value."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_casts(self, wrap):
         def through(dtype, w):
@@ -181,6 +185,7 @@ class TestValues:
         ]
         assert not [row for row in rows if row.outcome == "materialised"]
 
+    @pytest.mark.slow
     def test_gradients_of_the_other_operand(self):
         dense = Codes.quantize(W).materialise()
         grads = jax.grad(implicit(lambda x, w: ((x @ quantize(w)) ** 2).sum()), (0, 1))(X, W)

@@ -157,6 +157,7 @@ def test_exported_for_cpus(dtype, transpose):
     )
 
 
+@pytest.mark.slow
 def test_the_reference_on_a_cpu():
     data, index, _ = weight(4, 6, 0.5)
     lowered = lambda: jax.jit(lambda x: csr_matmul(x, data, index)).lower(jnp.ones((2, 6))).as_text()

@@ -65,6 +65,7 @@ def test_some_rows_come_second(rows, form, dtype):
     assert re.search(rf"\[{shape}\]\S* dot\(", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 100])
 def test_bfloat16_is_summed_in_float32_on_cpus(rows):
     """For XLA's fast products; the gradient for rows of x, too, but not on other platforms."""
@@ -92,6 +93,7 @@ def test_a_batch_of_rows_is_one_product():
     assert relative_error(of_weights[1], 2 * np.float64(x) @ np.float64(w).T) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_left", [False, True])
 def test_the_general_product(on_left):
     x, w = _operands(2, 3)

@@ -71,7 +71,7 @@ def test_formats(name, transpose):
     assert relative_error(y, expected) < 1e-6
 
 
-@pytest.mark.quick("3-48-64-Tiling(row_tiles=4, row_warps=1, k_warps=2, unroll=1, splits=1)")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [(3, 48, 64, Tiling(4, 1, 2, 1)), (40, 32, 192, Tiling(4, 2, 1, 2)), (9, 96, 128, Tiling(4, 1, 2, 1, 3))],
@@ -174,6 +174,7 @@ def test_rows_of_the_weight_are_reduced(nested):
     assert relative_error(y, np.float64(x) @ np.float64(dense).reshape(w.shape)) < 1e-6
 
 
+@pytest.mark.slow
 def test_adapters_that_the_kernel_cannot_address():
     x, b = (
         jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16),
@@ -184,6 +185,7 @@ def test_adapters_that_the_kernel_cannot_address():
     assert "up to 2 GiB of adapters, not those of shape (1200, 14336, 64)" in choice.reason
 
 
+@pytest.mark.slow
 def test_rounding_the_codebook_costs_less_than_rounding_the_weights():
     rng = np.random.default_rng(0)
     w = rng.standard_normal((256, 1024)).astype(np.float32)

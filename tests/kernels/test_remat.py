@@ -30,7 +30,7 @@ def products(jaxpr):
             yield from products(inner)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("LoRA", "dense")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_are_kept(name):
     w, layer = WEIGHTS[name], ql.quaxify(lambda w, x: jnp.tanh(jnp.einsum("bk,nk->bn", x, w)))

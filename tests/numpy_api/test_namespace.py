@@ -77,7 +77,7 @@ _JOINED = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("multiply-checkpoint", "concatenate-checkpoint")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", _JOINED)
 def test_what_is_made_inside_of_quaxify_meets_what_comes_from_outside(name, transform):
@@ -176,6 +176,7 @@ def test_a_shipped_type():
         np.testing.assert_allclose(qnp.einsum("oi,i->o", w, jnp.arange(3.0)), jnp.full(4, 6.0))
 
 
+@pytest.mark.slow
 def test_warnings_name_the_line_that_calls():
     """A function of `quaxlike.numpy` is no line of the user's: each call warns at its own line."""
     x = ql.LoraArray(jnp.ones((4, 3)), a=jnp.ones((1, 3)), b=jnp.ones((4, 1)))

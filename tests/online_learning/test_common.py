@@ -112,7 +112,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.quick("pp_prop-commuted", "d_rtrl-relu")
+@pytest.mark.quick("d_rtrl-relu")
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("learner", [partial(PPProp, decay=0.9), DRTRL], ids=["pp_prop", "d_rtrl"])
 def test_the_gradient_does_not_depend_on_how_the_step_is_written(learner, name):

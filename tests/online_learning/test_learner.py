@@ -94,6 +94,7 @@ class Flagged(eqx.Module):
         return h, jnp.sin(h) if sign > 0 else -jnp.sin(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
 def test_numbers_of_python_are_static(learner):
     model = Flagged(normal(IN, HIDDEN, seed=2), eqx.nn.Dropout(0.5, inference=True))
@@ -107,6 +108,7 @@ def test_numbers_of_python_are_static(learner):
         assert found.grads.num_layers is None
 
 
+@pytest.mark.slow
 def test_arrays_and_trained_numbers_are_traced():
     """Those of NumPy, too."""
 
@@ -433,6 +435,7 @@ def test_options_that_do_not_exist(learner, option):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_learned_gradient_is_differentiated():
     """As in meta-learning; by the weights, the last state and the input, against backpropagation."""
     learner = DRTRL(_two_weights)
@@ -466,6 +469,7 @@ def test_a_learned_gradient_is_differentiated():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["loss", "state", "grads"])
 def test_results_of_pp_prop_are_differentiated(of):
     learner, w, h, x = (

@@ -199,7 +199,7 @@ def _square_acts_on_the_state(p):
     return step
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("y_first", [True, False])
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
 def test_a_result_without_a_trace_that_acts_on_the_state_is_told(learner, y_first):
@@ -221,6 +221,7 @@ def test_a_result_alone_that_has_no_trace_is_told():
         DRTRL(step, untraced="error").init(W, jnp.ones((4, 2)), X)
 
 
+@pytest.mark.slow
 def test_a_result_beside_the_state_needs_no_trace():
     p = _two_results(y_first=True)
 

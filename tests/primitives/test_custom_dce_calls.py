@@ -58,6 +58,7 @@ def test_one_static_argument_as_an_integer():
     np.testing.assert_allclose(jax.jit(lambda x: f(n=4, x=x)[0])(X), 4 * X)
 
 
+@pytest.mark.slow
 def test_keywords_and_defaults_become_positions():
     f = custom_dce(lambda x, y=2.0, z=3.0: (x * y, jnp.exp(x) * z))
 
@@ -238,6 +239,7 @@ def test_values_beyond_what_is_used_are_ignored():
     assert live(lambda x: f(x)[0], X) == {"custom_dce_call", "tanh"}
 
 
+@pytest.mark.slow
 def test_one_value_for_a_whole_tree():
     f = custom_dce(lambda x: (jnp.exp(x), {"p": 2 * x, "q": x + x}))
     f.def_dce(lambda used, x: (None, jnp.tanh(x)))

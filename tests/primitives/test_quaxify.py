@@ -152,6 +152,7 @@ def test_without_a_rule_its_parts_are_dispatched(wrap):
     np.testing.assert_allclose(out["sum"].array, X + Y)
 
 
+@pytest.mark.slow
 def test_derived_primitives_are_dispatched_by_their_parts():
     f = lambda x, y: jax.vmap(lambda y: scale_p(x, y, power=1))(jnp.stack([y, y]))
     out = ql.quaxify(f)(strict(X), Y)

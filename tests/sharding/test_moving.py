@@ -45,6 +45,7 @@ def test_from_one_mesh_to_another():
         assert _bytes(moved) == _bytes(w)
 
 
+@pytest.mark.slow
 def test_in_host_memory_and_back():
     """Weights that wait in host memory lie there as they are stored, and are spread as before."""
     w = _weight()

@@ -88,6 +88,7 @@ def test_codes_and_scales_are_cut_as_the_weight_is():
     assert shapes(placed.layers[1].bias) == [(64,)]
 
 
+@pytest.mark.slow
 def test_specs_have_the_structure_of_the_arrays():
     model = MODELS["LoRA over NF4"]()
     specs = specs_for(model, RULE)
@@ -121,6 +122,7 @@ def test_tensor_parallel_in_shard_map(name):
     np.testing.assert_allclose(y, np.maximum(X @ first.T, 0) @ second.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_callable_and_a_spec_for_a_whole_part():
     model = MODELS["NF4"]()
     rule = lambda name, leaf: jax.P("model") if leaf.ndim == 2 and "layers.0" in name else None
@@ -142,7 +144,7 @@ def test_stacked_layers_are_spread_by_layers():
     assert [leaf.addressable_shards[0].data.shape[0] for leaf in jax.tree.leaves(placed)] == [2] * 4
 
 
-@pytest.mark.quick("64-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("width", [64, 192, 96])
 def test_blocks_are_not_cut(width, double_quant):

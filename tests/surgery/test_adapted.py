@@ -363,6 +363,7 @@ def test_batch_axes_move_and_keep_the_type(program, operands):
 _TOLERANCE = {jnp.dtype(jnp.bfloat16): 2e-2, jnp.dtype(jnp.float16): 2e-3}
 
 
+@pytest.mark.slow
 def test_a_branch_without_it():
     """The plain weight becomes one whose parts add nothing, and gets its gradient."""
     w, v = _weights(_adapted())[0], normal(32, 64, seed=5)
@@ -378,6 +379,7 @@ def test_a_branch_without_it():
         _close(found, dense, 1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_adapted_once():
     model = _adapted(where=["layers.0"])
     with pytest.raises(ValueError, match=r"layers\.0\.weight is of type Scaled already. Merge the model"):
@@ -398,6 +400,7 @@ def test_no_file_leaves_it_out(tmp_path):
     assert tree_equal(_weights(again), _weights(both))
 
 
+@pytest.mark.slow
 def test_which_weights():
     tied = {"a.weight": MLP.layers[1].weight, "b.weight": MLP.layers[1].weight, "c.weight": normal(4, 4)}
     model = _adapted(base=tied)

@@ -58,6 +58,7 @@ def test_one_adapter_for_each_sample(make):
     np.testing.assert_allclose(y, np.stack(expected), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_same_alpha_is_stored_once():
     alpha = lambda *alphas: ql.stack_adapters([adapted(i, alpha=x) for i, x in enumerate(alphas)])
     np.testing.assert_array_equal(alpha(3, 3).layers[0].weight.alpha, 3)

@@ -66,7 +66,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("stack_adapters-static field", "combine_adapters-dtype", "combine_adapters-no bias")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_differs_is_named(function, name):

@@ -73,7 +73,7 @@ def _cost(error, moments):
     return np.sum(error @ moments * error)
 
 
-@pytest.mark.quick("Int8Array")
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
 def test_scales_fit_the_codes(cls):
     x = np.asarray(_inputs(), np.float64)

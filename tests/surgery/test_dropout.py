@@ -70,6 +70,7 @@ def test_nothing_else_warns(kind):
         _grad(_adapted(kind, dropout=0.0))
 
 
+@pytest.mark.slow
 def test_the_summary_says_whether_it_drops():
     model = _adapted("dense")
     kinds = lambda model: {row.type for row in ql.summary(model).rows if "Lora" in row.type}

@@ -111,7 +111,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("a bias of other outputs")
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_told_is_an_error_with_a_hint(name):
     params = UNKNOWN[name]
@@ -190,6 +190,7 @@ class Own(eqx.Module):
     weight_layouts: ClassVar = {"mix": "iio"}
 
 
+@pytest.mark.slow
 def test_a_class_may_say_it():
     model = Own(normal(2, 3, 4), normal(4, 4))
     assert told(model) == {"mix": "iio", "table": None}

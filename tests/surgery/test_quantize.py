@@ -66,6 +66,7 @@ def test_before_or_after_adapting(mlp):
     assert isinstance(after.layers[0].weight.w, ql.NF4Array)
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_tied():
     w = jnp.ones((64, 64))
     model = ql.quantize({"encoder": {"weight": w}, "decoder": {"weight": w}})
@@ -108,7 +109,7 @@ def test_stacked_layers():
         np.testing.assert_allclose(run(stack, X), want, atol=1e-5)
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nf4", "int4", "int8"])
 def test_layers_of_a_stack_share_no_scales(scheme):
     """Not even if their sizes are no multiple of the block size."""

@@ -138,6 +138,7 @@ def test_errors_of_a_decoder(name):
         assert 0.4 * most < found[kind] < most, found
 
 
+@pytest.mark.quick("scheme1")
 @pytest.mark.parametrize("scheme", ["int8", {".*": ("int8", {"activations": "int8"})}])
 def test_convolutions_are_named_as_they_do_not_round(scheme):
     model = [eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(1))]

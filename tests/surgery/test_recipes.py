@@ -42,6 +42,7 @@ def _fails(name, leaf):
     raise TypeError("of the caller's own")
 
 
+@pytest.mark.slow
 def test_callables_select_as_well(mlp):
     model = ql.quantize(mlp, {lambda name, leaf: leaf.shape == (32, 64): "int8"})
     kinds = [type(layer.weight) is ql.Int8Array for layer in model.layers]
@@ -87,6 +88,7 @@ def test_a_recipe_says_itself_what_options_say(mlp, options):
         ql.quantize(mlp, MIXED, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["nf4_qlora", {("layers.0",): ("q8_0", {"compute": None}), "all-linear": "q4_0"}]
 )

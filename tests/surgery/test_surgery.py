@@ -320,6 +320,7 @@ CONV = lambda **options: drawn(eqx.nn.Conv2d, 2, 3, 2, key=random_key(), **optio
 NO_BIAS = "lora_bias=True adds to the bias of each adapted layer; {} .* has none .* `exclude`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapter_biases_of_a_convolution(merged):
     """Its bias has axes of size 1, which that of the adapter must have as well."""
@@ -420,6 +421,7 @@ def test_summary_names_the_codec_of_blocks(mlp):
     assert row.type == "BlockSparseArray of NF4Array"
 
 
+@pytest.mark.slow
 def test_an_array_is_a_model():
     """Its name is empty, which is no other weight's."""
     w, x = normal(16, 8), normal(3, 8)

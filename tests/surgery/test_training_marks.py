@@ -82,7 +82,7 @@ def test_a_result_trains_what_its_operands_train(kind, jitted):
     assert kept >= 4
 
 
-@pytest.mark.quick("lora", "qlora")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "lora", "qlora"])
 def test_a_constant_factor_changes_nothing_but_numbers(kind):
     w = TYPES[kind]()

@@ -54,7 +54,7 @@ def test_items_outside_of_the_table():
     assert not jnp.any(isin(jnp.array([10, 11, 10**6]), jnp.array([10, 11, 10**6]), 10))
 
 
-@pytest.mark.quick("empty2")
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [[], array([], int), np.array([], int)])
 def test_empty(empty):
     assert isin(empty, [1, 2], 5).shape == (0,)
@@ -111,6 +111,7 @@ def test_only_integers(bad, found):
         isin([1], bad, 5)
 
 
+@pytest.mark.slow
 def test_the_table_is_static():
     with pytest.raises(TypeError, match=r"`max_item` is the size of a table .* found a traced value"):
         jax.jit(isin)([1], [1], 5)

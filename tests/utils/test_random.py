@@ -122,6 +122,7 @@ def test_under_vmap():
         np.testing.assert_array_equal(data(item), expected(rng, (), 0))
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_first_asked_inside_a_transform():
     rng = jax.random.key(0)
     chain = key_chain(rng)

@@ -88,6 +88,7 @@ def test_numbers_as_values():
     assert [out[k].dtype for k in "fib"] == [jnp.float32, jnp.int32, bool]
 
 
+@pytest.mark.slow
 def test_one_number_for_all_leaves():
     out = tree_scatter_set([jnp.ones(2), Buffer(np.ones(3, np.int32))], 0, jnp.array([1]), {})
     np.testing.assert_array_equal(out[0], [1, 0])
@@ -130,6 +131,7 @@ def test_casts_that_lose_no_kind(leaf, value):
     assert out[2] == jnp.asarray(value).astype(leaf.dtype).reshape(())
 
 
+@pytest.mark.slow
 def test_keys():
     keys = jax.random.split(jax.random.key(0), 3)
     new = jax.random.key(1)

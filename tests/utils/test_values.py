@@ -110,6 +110,7 @@ class Layer(HasLensFields):
     w: LensField[Any]
 
 
+@pytest.mark.slow
 def test_dataclasses_and_lenses_with_values():
     layer = Layer(strict(X))
     assert layer == Layer(strict(X))
@@ -169,6 +170,7 @@ def test_keys():
     assert_value(out, Strict, expected)
 
 
+@pytest.mark.slow
 def test_vectorize():
     @vectorize(signature="(n),(n)->()", excluded=frozenset({"scale"}))
     def dot(w, x, scale=1.0):
@@ -188,6 +190,7 @@ def test_linearize():
     assert_value(dy, Strict, 2 * X * X)
 
 
+@pytest.mark.slow
 def test_trees():
     f = lambda w: tree_map(lambda a, b: a - 2 * b, {"w": w}, {"w": w})
     assert_value(ql.quaxify(f)(strict_pair(X))["w"], StrictPair, -X)

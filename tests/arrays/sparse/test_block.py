@@ -66,6 +66,7 @@ def test_the_largest_blocks_are_kept():
     np.testing.assert_array_equal(of_all.materialise(), jnp.kron(kept, jnp.ones((4, 4))))
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("balanced", [True, False])
 def test_a_density_that_so_few_blocks_cannot_have_is_told(balanced):
     w = normal(32, 32)

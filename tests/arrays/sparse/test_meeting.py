@@ -86,6 +86,7 @@ def test_models_are_pruned_and_then_quantised(scheme, options):
     np.testing.assert_allclose(model.weight.materialise(), w.materialise(), atol=0.5)
 
 
+@pytest.mark.slow
 def test_files(tmp_path):
     safetensors.save(tmp_path / "sparse.safetensors", dict(SPARSE))
     again = safetensors.load(tmp_path / "sparse.safetensors", like=dict.fromkeys(SPARSE, DENSE))

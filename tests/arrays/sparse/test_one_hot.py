@@ -75,6 +75,7 @@ def test_functions_that_keep_zero_keep_the_type(name):
     assert type(agrees(f, SINGLE)) is OneHotVector
 
 
+@pytest.mark.slow
 def test_what_has_no_rule_is_materialised_visibly():
     with pytest.raises(ql.MaterialisationError, match="OneHotVector"), ql.on_materialise("error"):
         jnp.ones(4) + SINGLE

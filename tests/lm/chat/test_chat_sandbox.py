@@ -86,7 +86,7 @@ TOO_LARGE = [
 ]
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("text", TOO_LARGE)
 def test_too_large(text, render):
     most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -44,7 +44,7 @@ def test_each_family_has_a_body():
     assert bodies()["GPT2Model"] == "GPT2LMHeadModel"
 
 
-@pytest.mark.quick("GPT2Model-False", "MixtralModel-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["LlamaModel", "GPT2Model", "Gemma3TextModel", "MixtralModel"])
 def test_bodies_of_decoders(name, tied, tmp_path):
@@ -93,6 +93,7 @@ def encoder(folder, name):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_with_the_head_of_pretraining(name, tmp_path, recwarn):
     made, head = encoder(tmp_path / "base", name), ENCODERS[name][-1]
@@ -109,7 +110,7 @@ def test_encoders_with_the_head_of_pretraining(name, tmp_path, recwarn):
     assert np.array_equal(load(tmp_path / "again")[0](IDS), made(IDS))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("BertForPreTraining-False", "ModernBertForMaskedLM-True")
 @pytest.mark.filterwarnings("ignore:.*pretrained with, which is left out")
 @pytest.mark.parametrize("of_tokens", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
@@ -131,6 +132,7 @@ def test_classifiers_on_pretrained_encoders(name, of_tokens, tmp_path):
     assert np.array_equal(load(tmp_path / "out")[0](IDS), made(IDS))
 
 
+@pytest.mark.slow
 def test_the_names_of_the_first_checkpoints(tmp_path):
     """bert-base-uncased has those of TensorFlow."""
     made = encoder(tmp_path, "BertModel")

@@ -153,6 +153,7 @@ def test_configurations_of_decoders(entry, value, message):
         DecoderConfig.from_json(config | {entry: value})
 
 
+@pytest.mark.slow
 def test_tokenisers_that_panic(tmp_path):
     """The package is written in Rust, and its panics are no Exceptions."""
     described = json.loads((fixture("models/chat/gemma") / "tokenizer.json").read_text())

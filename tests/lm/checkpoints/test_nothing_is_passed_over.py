@@ -76,6 +76,7 @@ def test_a_tensor_of_a_model(name, tensor, tmp_path):
         load(_with_tensor(folder(name), tmp_path / "m", tensor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "text_config__"])
 def test_an_entry_of_a_model_that_reads_images(where, tmp_path):
     base = tmp_path / "base"
@@ -170,6 +171,7 @@ def test_the_version_of_gptq_may_be_called_its_format(tmp_path):
         np.testing.assert_array_equal(ql.materialise(found[name]), ql.materialise(x))
 
 
+@pytest.mark.slow
 def test_a_key_and_a_tensor_of_gguf(tmp_path):
     source = lm.open_checkpoint(fixture("formats/gguf_whole/qwen2_f32.gguf"))
     arrays, metadata = dict(source), dict(source.metadata)
@@ -220,7 +222,7 @@ def test_an_entry_of_an_adapter(method, tmp_path):
             read_config(path)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in _ADAPTERS if name.startswith("models/") and _config_of(name)]
 )

@@ -62,6 +62,7 @@ def _check_rows(path):
     return in_part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FORMATS)
 def test_rows_of_formats(case):
     _check_rows(fixture(f"formats/{case}"))

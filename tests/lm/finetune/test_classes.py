@@ -33,7 +33,7 @@ def rows(*labels):
     return [{"text": "one two", "label": label} for label in labels]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("labels", "options", "names", "problem"),
     [
@@ -165,6 +165,7 @@ def test_the_head_is_trained_and_kept(llama, base, tmp_path):
         assert json.loads((tmp_path / task / "adapter_config.json").read_text())["task_type"] == task
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("scheme", ["nf4", "q4_k_m"])
 def test_the_head_is_not_quantised(base, scheme):
     """Nor is the embedding, to which it isn't tied."""

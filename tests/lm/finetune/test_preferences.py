@@ -106,6 +106,7 @@ def test_a_run_prefers_what_was_chosen(llama, tmp_path, capsys):
     assert "held-out accuracy: 0.5000 before, 1.0000 after" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_models_that_write_no_texts():
     data = DataSettings(Path(), task=PreferenceSettings())
     with pytest.raises(FinetuneError, match="--task dpo is for decoders that write texts; found MLP"):

@@ -43,6 +43,7 @@ def test_loss_and_metrics():
     assert centred == pytest.approx(np.mean(losses + 0.1 * np.array([6.25, 1.0])), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_models_with_several_labels(tmp_path):
     model = with_classifier(decoder(), ["a", "b"], key=jax.random.key(0))
     (tmp_path / "data").touch()

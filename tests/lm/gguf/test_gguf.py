@@ -272,6 +272,7 @@ def test_inputs_in_eight_bits_are_of_quantised_weights():
         ql.lm.load(_file("qwen2_f32"), compute="int8")
 
 
+@pytest.mark.slow
 def test_products_are_in_bfloat16_where_the_processor_multiplies_it(monkeypatch):
     name = next(name for name in _MODELS if "q4" in name)
 

@@ -439,7 +439,7 @@ MODEL_CLASSES = {
 }
 
 
-@pytest.mark.quick("Bert")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODEL_CLASSES, ids=lambda kind: kind.__name__)
 def test_a_text_without_padding_needs_no_mask(kind):
     model, ids = kind(MODEL_CLASSES[kind](), key=jax.random.key(0)), jnp.arange(5)

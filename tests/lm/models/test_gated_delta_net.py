@@ -169,6 +169,7 @@ def test_scanned_layers_keep_their_states():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_checkpoints(model, tmp_path):
     """Layers that predict several tokens are left out, as by transformers."""
     config = _CONFIG | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "attn_output_gate": True}

@@ -115,6 +115,7 @@ def test_the_gate_of_a_shared_expert_may_be_a_vector(checkpoint, tmp_path):
         np.testing.assert_array_equal(named_arrays(again)[name], named_arrays(model)[name])
 
 
+@pytest.mark.slow
 def test_whole_heads_are_rotated_unless_the_file_says_how_much(checkpoint, tmp_path):
     """As in llama.cpp. transformers has another default for these models."""
     file = _written(checkpoint, tmp_path)
@@ -123,6 +124,7 @@ def test_whole_heads_are_rotated_unless_the_file_says_how_much(checkpoint, tmp_p
     assert open_gguf(tmp_path / "none.gguf").config["partial_rotary_factor"] == 1
 
 
+@pytest.mark.slow
 def test_decays_that_are_no_decays_are_refused(checkpoint, tmp_path, monkeypatch):
     file = _written(checkpoint, tmp_path)
     arrays = {name: file[name] for name in file}
@@ -134,6 +136,7 @@ def test_decays_that_are_no_decays_are_refused(checkpoint, tmp_path, monkeypatch
         load(tmp_path / "bad.gguf")
 
 
+@pytest.mark.slow
 def test_functions_are_of_floats(checkpoint, tmp_path):
     file = _written(checkpoint, tmp_path)
     name = "blk.0.attn_norm.weight"
@@ -163,6 +166,7 @@ def test_layers_that_predict_more_tokens_are_left_out(checkpoint, tmp_path):
         load(tmp_path / "bad.gguf")
 
 
+@pytest.mark.slow
 def test_layers_that_a_file_lists(checkpoint, tmp_path):
     """Each layer may be told, where they are not at regular intervals."""
     file = _written(checkpoint, tmp_path)
@@ -175,6 +179,7 @@ def test_layers_that_a_file_lists(checkpoint, tmp_path):
         load(tmp_path / "bad.gguf")
 
 
+@pytest.mark.quick("changes1-4 heads of keys do not divide 6 heads of values")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

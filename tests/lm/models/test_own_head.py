@@ -37,7 +37,7 @@ def _one_row_differs(w):
     return out
 
 
-@pytest.mark.quick("gemma3-True-flipud")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "explicit", "change"),
     [
@@ -83,7 +83,7 @@ _NAMES = {
 }
 
 
-@pytest.mark.quick("of the body-safetensors")
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "gguf"])
 @pytest.mark.parametrize("names", _NAMES)
 def test_an_output_layer_that_the_checkpoint_ties(names, format, tmp_path):

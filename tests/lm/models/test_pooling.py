@@ -23,7 +23,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_each_mode(mode):
     found = Pooling((mode,), normalize=False)(X, SEEN)

@@ -19,7 +19,7 @@ FEW = ["gemma3", "mixtral"]
 MORE = [name for name in MODELS if name not in FEW]
 
 
-@pytest.mark.quick("mixtral")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_what_was_read_is_written_again(name, tmp_path):
     model, config = load(folder(name))
@@ -95,7 +95,7 @@ def test_quantised_weights(scheme, method, tmp_path):
         np.testing.assert_array_equal(*(ql.materialise(x) for x in (found, leaf)))
 
 
-@pytest.mark.quick("qwen2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
     """As in Qwen3-Embedding and in OpenAI's GPT-2: they are written again without the prefix."""
@@ -120,6 +120,7 @@ def test_names_within_a_wrapper(tmp_path):
     assert {*open_tensors(tmp_path / "again")} == {*tensors}
 
 
+@pytest.mark.slow
 def test_a_tied_weight_under_the_name_of_the_output_layer(tmp_path):
     """As `safetensors.torch.save_model` writes it, which keeps the first of both names."""
     for path in folder("qwen2").glob("*.json"):
@@ -146,6 +147,7 @@ def test_types_that_have_no_place(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick("quaxlike")
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "quaxlike"])
 def test_biases_that_have_no_place(format, tmp_path):
     model, _ = load(folder("qwen3"))

@@ -42,7 +42,7 @@ def _checkpoint(tmp_path):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama_llama3", "gemma3"])
 def test_a_file_is_the_model(name, checkpoint, tmp_path):
     """Read again: the arrays, the configuration, the tokens of texts, the conversations."""
@@ -202,6 +202,7 @@ def _in_file(path, name):
     return np.frombuffer(raw, np.float32).reshape(tensor.shape)
 
 
+@pytest.mark.slow
 def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
     """In llama.cpp's order of rows; the same for a folder and a GGUF file of the base."""
     source, model = checkpoint("llama_llama3")
@@ -220,7 +221,7 @@ def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
         load(tmp_path / "lora.gguf")
 
 
-@pytest.mark.quick("gpt_oss")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_are_cut_as_their_weights_are(name, checkpoint, tmp_path):
     """Those of GPT-OSS alternate, and are transposed."""

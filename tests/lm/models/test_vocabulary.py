@@ -50,6 +50,7 @@ def test_what_is_resized_can_be_loaded(name, n, tmp_path):
         np.testing.assert_allclose(logits(model)[:, kept:].T, [before.mean(1)] * (n - kept), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "llama_llama3"])
 def test_arrays_of_the_users_own_decide_the_size(name, tmp_path):
     base, _ = load(folder(name))
@@ -240,6 +241,7 @@ def test_stacked_layers_and_encoders():
         assert embedding.shape == (12, 8)
 
 
+@pytest.mark.slow
 def test_models_without_a_vocabulary():
     mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"no embedding of tokens to resize: it has layers\.0\.weight"):

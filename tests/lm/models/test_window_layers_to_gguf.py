@@ -37,7 +37,7 @@ _BY_LAYER = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("changes2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, _KEYS_ARE_VALUES, _BY_LAYER, _EXPERTS, {"final_logit_softcapping": 5.0}]
 )
@@ -100,6 +100,7 @@ def _file(checkpoint, tmp_path, **changes):
     return {name: file[name] for name in file}, file.metadata
 
 
+@pytest.mark.slow
 def test_keys_of_each_kind_of_layer(checkpoint, tmp_path):
     arrays, metadata = _file(checkpoint, tmp_path, attention_k_eq_v=True, num_global_key_value_heads=2)
     found = {key.removeprefix("gemma4."): x for key, x in metadata.items() if key.startswith("gemma4.")}
@@ -114,6 +115,7 @@ def test_keys_of_each_kind_of_layer(checkpoint, tmp_path):
     assert load(tmp_path / "capped.gguf")[0].config.final_logit_softcapping == 30
 
 
+@pytest.mark.slow
 def test_factors_of_frequencies(checkpoint, tmp_path):
     """Of any kind. Those of published models are said as transformers does, for any size of heads."""
     for count in range(1, 49):

@@ -69,7 +69,7 @@ def test_conversion_warns(has_own, tmp_path, capsys):
     assert f"Warning: {adapter} has a tokeniser of its own" in capsys.readouterr().err
 
 
-@pytest.mark.quick("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [3, -60])
 def test_a_vocabulary_that_was_resized(more, tmp_path, capsys):
     """Its embeddings are in the file, and commands give the model as many rows."""

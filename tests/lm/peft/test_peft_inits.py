@@ -87,7 +87,7 @@ def test_a_round_trip_is_the_identity(init, options, tmp_path):
         assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
 
 
-@pytest.mark.quick("olora")
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_is_loaded_is_what_the_definition_gives(init, tmp_path):
     """The base without what the initialisation takes, and the factors of the file, in float64."""
@@ -148,7 +148,7 @@ def test_the_record_is_in_native_files(tmp_path):
     assert config(tmp_path)["init_lora_weights"] == "pissa"
 
 
-@pytest.mark.quick("<lambda>2", "<lambda>5", "<lambda>6", "<lambda>7", "<lambda>9", "<lambda>10")
+@pytest.mark.quick("<lambda>7", "<lambda>10")
 @pytest.mark.parametrize(
     "model",
     [

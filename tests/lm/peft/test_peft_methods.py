@@ -136,7 +136,7 @@ def _narrow(x, dtype):
     return x.astype(dtype) if np.issubdtype(x.dtype, np.floating) else x
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("llama/randlora-bfloat16-bfloat16", "llama/hra-float16-float32")
 @pytest.mark.parametrize("base", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("case", ["llama/fourierft", "llama/randlora", "llama/hra", "llama/vera"])

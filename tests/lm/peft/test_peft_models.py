@@ -298,6 +298,7 @@ def test_dropout_beside_experts(tmp_path):
     assert dropout() == 0.1
 
 
+@pytest.mark.slow
 def test_patterns_of_weights_that_are_parameters(tmp_path):
     """PEFT compares them with the name of the weight: `gate.weight` names a router, and `gate` nothing."""
     sizes = {

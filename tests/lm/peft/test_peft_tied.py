@@ -135,7 +135,7 @@ def _weights(model):
     return arrays[f"{_EMBEDDING}.weight"], arrays.get(f"{_HEAD}.weight")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("True-dora on both alike", "True-other tokens of head", "False-tokens of head")
 @pytest.mark.parametrize(
     ("tied", "case"), [*((True, case) for case in TIED), *((False, case) for case in UNTIED)]
 )
@@ -220,6 +220,7 @@ def test_modules_whose_names_end_alike(tmp_path):
         assert jax.tree.structure(again) == jax.tree.structure(one)
 
 
+@pytest.mark.slow
 def test_dtype_and_trees_stay(tmp_path):
     """Embeddings from a file have the dtype of the model, as in PEFT."""
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _base())
@@ -229,6 +230,7 @@ def test_dtype_and_trees_stay(tmp_path):
     assert not resize_vocabulary(_base(20), 20).config.new_embeddings
 
 
+@pytest.mark.slow
 def test_tokens_that_are_named_twice(tmp_path):
     """Of the rows of such a token, the last one counts, as in PEFT."""
     rows = np.stack([ROWS[0], ROWS[1], ROWS[1] + 1])
@@ -260,6 +262,7 @@ def _config(folder):
     return json.loads((folder / "adapter_config.json").read_text())
 
 
+@pytest.mark.quick("options1-modules_to_save-names1")
 @pytest.mark.parametrize(
     ("options", "entry", "names"),
     [
@@ -327,6 +330,7 @@ def test_a_tied_output_layer_has_the_numbers_of_the_embedding(tmp_path):
         peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisations_of_a_saved_output_layer(tied, tmp_path):
     """PEFT saves its weight after PiSSA has taken a part; if it is tied, this is the embedding, too."""
@@ -377,6 +381,7 @@ def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
         np.testing.assert_array_equal(written[key], read[key])
 
 
+@pytest.mark.slow
 def test_a_module_with_parameters_and_layers(tmp_path):
     """PEFT saves all that is inside a module, and finds nothing inside it to save again."""
     sizes = {

@@ -87,6 +87,7 @@ def test_names_are_those_of_the_whole_model(whole, tmp_path):
     _same(peft.load_adapter(tmp_path / "plain", model), adapted.unstacked())
 
 
+@pytest.mark.slow
 def test_the_names_of_transformers_4_and_of_models_without_head_are_read(whole, tmp_path):
     model, _ = load(whole)
     adapted = _adapted(model, where=["q_proj"], modules_to_save=["norm"])
