@@ -1,8 +1,8 @@
 """`python -m tests.mutants --number 60 --jobs 2`: which small changes of the library no test notices.
 
-Each mutant is one change of an operator, a comparison or a constant, in a copy of the package. The tests of
-its folder run on it, then random programs of `tests.differential`; survivors are printed for a person to
-judge: some change nothing that can be seen.
+Each mutant is one change of an operator, a comparison or a constant, in a copy of the package. The default
+tests run first, and coverage tells which lines each of them reaches. On a mutant, those run that reach its
+line. Survivors are printed for a person to judge: some change nothing that can be seen.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import ast
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import random
 import re
@@ -22,15 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tests.conftest  # noqa: F401  (the settings of JAX under test)
-from tests.array_types import TYPES
-from tests.differential.program import classes_of
+import coverage
+
 from tests.fixtures import FIXTURES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("quaxlike/arrays", "quaxlike/core", "quaxlike/surgery")
 
-PYTEST = ("pytest", "-x", "-q", "-n0", "-m", "", "-p", "no:cacheprovider")
+PYTEST = ("pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider")
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
@@ -44,10 +44,15 @@ class _Mutator(ast.NodeTransformer):
     """Finds what can be changed, and changes number `target` of it."""
 
     def __init__(self, target: int | None = None) -> None:
-        self.target, self.sites = target, []
+        self.target, self.sites, self.statement = target, [], 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.stmt):
+            self.statement = node.lineno
+        return super().visit(node)
 
     def change(self, node: Any, new: ast.AST) -> ast.AST:
-        self.sites.append((node.lineno, ast.unparse(node), ast.unparse(new)))
+        self.sites.append((node.lineno, self.statement, ast.unparse(node), ast.unparse(new)))
         return new if len(self.sites) - 1 == self.target else node
 
     def operator(self, node: Any) -> ast.AST:
@@ -95,6 +100,8 @@ class _Mutator(ast.NodeTransformer):
 class Mutant:
     file: str
     line: int
+    statement: int
+    """The line where its statement begins."""
     before: str
     after: str
     site: int
@@ -123,80 +130,38 @@ def mutants(folders: tuple[str, ...] = FOLDERS) -> list[Mutant]:
 
 
 # -------------------------------------------------------------------------------------------------
-# The tests of a file
+# The tests that reach a line
 # -------------------------------------------------------------------------------------------------
 
 
-GENERAL = {
-    "arrays": [
-        *(f"tests/arrays/test_{name}.py" for name in ("bounds", "annotated", "pairs", "every_pair")),
-        *("tests/conformance/test_weights.py", "tests/conformance/test_kept.py"),
-    ],
-    "core": [
-        *("tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"),
-        "tests/sharding/test_explicit.py",
-        *("tests/arrays/test_pairs.py", "tests/arrays/test_forms.py"),
-    ],
-    "surgery": ["tests/surgery"],
-}
-# Of folders of types, what tests elsewhere hold them to.
-BESIDE = {
-    "lora": ["tests/surgery/test_adapters.py"],
-    "quantized": [
-        *(f"tests/kernels/test_{name}.py" for name in ("block_matmul", "reached")),
-        "tests/files/test_safetensors.py",
-    ],
-}
+class Reached:
+    """Which tests run which lines, as coverage recorded it."""
+
+    def __init__(self, database: Path, without: set[str]) -> None:
+        self._data = coverage.CoverageData(str(database))
+        self._data.read()
+        self._without = without
+
+    def tests(self, mutant: Mutant, number: int) -> list[str]:
+        """At most so many that run the line of the mutant, of as many functions as there are; if it runs at
+        import alone, of those that run the file."""
+        files = [path for path in self._data.measured_files() if Path(path).match(mutant.file)]
+        lines = self._data.contexts_by_lineno(files[0]) if files else {}
+        named = {context for line in (mutant.line, mutant.statement) for context in lines.get(line, ())}
+        named = named - {""} or set(itertools.chain(*lines.values())) - {""}
+        functions: dict[str, list[str]] = {}
+        for test in sorted({context.split("|")[0] for context in named} - self._without):
+            functions.setdefault(test.split("[")[0], []).append(test)
+        turns = itertools.chain(*itertools.zip_longest(*functions.values()))
+        return sorted(itertools.islice(filter(None, turns), number))  # those of a file are collected at once
 
 
-def tests_of(file: str) -> list[str]:
-    """Arguments of pytest: the tests beside which the file is named, quick and close ones first."""
-    room, *rest = Path(file).with_suffix("").parts[1:]
-    folder = ROOT / "tests" / room
-    if room == "arrays" and len(rest) == 1:  # what the folders of types share
-        users = (ROOT / "quaxlike" / room).glob("*/*.py")
-        rest += sorted({user.parent.name for user in users if f"from ..{rest[0]} import" in user.read_text()})
-    close = sorted(path for part in rest for path in folder.glob(f"test_{part}*.py"))
-    close += [folder / part for part in rest if (folder / part).is_dir()]
-    beside = [test for part in rest for test in BESIDE.get(part, ())]
-    paths = dict.fromkeys([*(str(path.relative_to(ROOT)) for path in close), *beside, *GENERAL[room]])
-    package = _package(file)
-    names = {cls.__name__ for name in types_of(file) for cls in classes_of(name) if package in str(cls)}
-    if not names:
-        return [*paths]
-    of_all_types = "test_weights or test_every_pair or test_kept"
-    return [*paths, "-k", f"not ({of_all_types}) or {' or '.join(sorted(names))}"]
-
-
-def types_of(file: str) -> list[str]:
-    """The rows of the table of types of which a part is defined in the folder of the file."""
-    package = _package(file)
-    return [name for name in TYPES if package and any(package in str(cls) for cls in classes_of(name))]
-
-
-def _package(file: str) -> str:
-    """`quaxlike.arrays.lora.` for its files; empty if that is not where types are defined."""
-    parts = Path(file).parts
-    return ".".join(parts[:3]) + "." if parts[1] == "arrays" and len(parts) > 3 else ""
-
-
-def commands(file: str, examples: int) -> list[list[str]]:
-    """Each fails if the file is wrong."""
-    names = types_of(file)
-    options = ["--seed", "0", "--rounds", "2", "--examples", str(examples), "--jobs", "1", "--minutes", "10"]
-    tests = [*PYTEST, *tests_of(file)]
-    if not examples or "/surgery/" in file:  # random programs are of arrays
-        return [tests]
-    return [tests, ["tests.differential", *options, *(["--types", *names] if names else [])]]
-
-
-_COMPLAINT = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^--- finding \d+, seed \d+: (.*)"
+_COMPLAINT = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$"
 
 
 def complaints(output: str) -> set[str]:
-    """The tests that failed, and the findings."""
-    lines = re.finditer(_COMPLAINT, output, re.MULTILINE)
-    return {line[1] or line[2] for line in lines}
+    """The tests that failed."""
+    return {line[1] for line in re.finditer(_COMPLAINT, output, re.MULTILINE)}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -220,7 +185,6 @@ class Copy:
         """How the command ended, and what it printed."""
         environment = os.environ | {
             "PYTHONPATH": str(self.path),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "QUAXLIKE_FIXTURES": str(FIXTURES),
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -257,26 +221,34 @@ def copy(folder: Path) -> Copy:
     return out
 
 
-def judge(mutant: Mutant, original: Copy, args: argparse.Namespace) -> tuple[str, str]:
-    """How the mutant ended, and by what. A complaint that is made of the original, too, does not count."""
+def reached(original: Copy, timeout: float) -> Reached:
+    """What the default tests reach in the copy. Those that fail in it, which has no history, do not count."""
+    options = ["--cov=quaxlike", "--cov-branch", "--cov-context=test", "--cov-report="]
+    status, output = original.run(["pytest", "-q", "-p", "no:cacheprovider", *options], timeout)
+    database = original.path / ".coverage"
+    if status == "timeout" or not database.exists():
+        raise SystemExit(f"The tests did not end on the package as it is ({status}):\n{output[-2000:]}")
+    failed = complaints(output)
+    print(f"{len(failed)} tests fail before any change, and do not count", *sorted(failed), sep="\n    ")
+    return Reached(database, failed)
+
+
+def judge(mutant: Mutant, original: Copy, tests: list[str], timeout: float) -> tuple[str, str]:
+    """How the mutant ended, and by what."""
+    if not tests:
+        return "survived", "no test reaches it"
     changed = original.again(mutant.name)
-    mutant.apply(changed.path)
     try:
-        for command in commands(mutant.file, args.examples):
-            status, output = changed.run(command, args.timeout)
-            if status == "timeout":
-                return "killed", "by a timeout"
-            if status == "failed":
-                found = complaints(output)
-                if not found:
-                    return "killed", f"by an error: {output[-200:]}"
-                if command[0] == "pytest":
-                    command = [*PYTEST, *found]
-                if found := found - complaints(original.run(command, args.timeout)[1]):
-                    return "killed", f"by {' '.join(sorted(found))}"
-        return "survived", ""
+        mutant.apply(changed.path)
+        (listed := changed.path / "reached.txt").write_text("\n".join(tests))
+        status, output = changed.run([*PYTEST, f"@{listed}"], timeout)
     finally:
         shutil.rmtree(changed.path)
+    if status == "passed":
+        return "survived", f"{len(tests)} tests"
+    if status == "timeout":
+        return "killed", "by a timeout"
+    return "killed", f"by {' '.join(sorted(complaints(output))) or output[-200:]}"
 
 
 def main() -> int:
@@ -285,10 +257,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="so many of the mutants of the seed")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=100, help="random programs in each of two rounds")
-    parser.add_argument(
-        "--timeout", type=float, default=900, help="seconds for a command; it counts as killed"
-    )
+    parser.add_argument("--minutes", type=float, default=60, help="after which no other mutant is begun")
+    parser.add_argument("--tests", type=int, default=400, help="that run on a mutant, at most")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for these; it counts as killed")
     parser.add_argument("--survivors", type=int, default=6, help="exits with an error if there are more")
     parser.add_argument("folders", nargs="*", default=FOLDERS)
     args = parser.parse_args()
@@ -296,15 +267,20 @@ def main() -> int:
     chosen = random.Random(args.seed).sample(everything, args.skip + args.number)[args.skip :]
     print(f"{len(chosen)} of {len(everything)} mutants, seed {args.seed}", flush=True)
     counts: collections.Counter[str] = collections.Counter()
+    until = time.monotonic() + 60 * args.minutes
 
     def run(mutant: Mutant) -> None:
         start = time.monotonic()
-        status, reason = judge(mutant, original, args)
+        if start > until:
+            counts["not begun"] += 1
+            return
+        status, reason = judge(mutant, original, which.tests(mutant, args.tests), args.timeout)
         counts[status] += 1
         print(f"{status} {mutant}\n    {time.monotonic() - start:.0f} s {reason}", flush=True)
 
     with tempfile.TemporaryDirectory() as path:
         original = copy(Path(path))
+        which = reached(original, 3600)
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(run, chosen))
     print(f"seed {args.seed}: " + ", ".join(f"{n} {status}" for status, n in counts.items()))

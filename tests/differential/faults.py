@@ -13,13 +13,8 @@ from pathlib import Path
 
 from tests.mutants import PYTEST, complaints, copy
 
-COMMAND = (
-    "pytest",
-    *PYTEST[1:],
-    "tests/differential/test_differential.py",
-    "-k",
-    "test_every_rule or test_programs",
-)
+PROGRAMS = ("tests/differential/test_differential.py", "-k", "test_every_rule or test_programs")
+ALL = (*PYTEST, "-m", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +109,9 @@ def main() -> int:
     def test(fault: Fault) -> bool:
         changed, start = original.again(fault.name), time.monotonic()
         fault.apply(changed.path)
-        status, output = changed.run([*COMMAND], args.timeout)
+        status, output = changed.run([*ALL, *PROGRAMS], args.timeout)
         if found := complaints(output):  # of the fault, if not of the original, too
-            found -= complaints(original.run([*PYTEST, *found], args.timeout)[1])
+            found -= complaints(original.run([*ALL, *found], args.timeout)[1])
         by = " ".join(sorted(found)) or f"not found, {status}"
         print(f"{fault.name}: {time.monotonic() - start:.0f} s, {by}", flush=True)
         return bool(found)
