@@ -131,7 +131,7 @@ def test_an_adapter_over_codes_learns(codec):
     assert fast((ab[0] - 0.01 * grads[0], ab[1] - 0.01 * grads[1])) < fast(ab)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("6")
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_streams_of_bits(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 21)).astype(np.uint8)

@@ -296,7 +296,6 @@ def test_a_string_is_one_transform():
     assert report.checks[0].results == {"jit": "ok"}
 
 
-@pytest.mark.slow
 def test_numbers_of_one_byte():
     for fn in (lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.float8_e5m2) * 2):
         assert not check_program(fn, Y, which=["refuses"], transforms=["eager", "grad"]).failures

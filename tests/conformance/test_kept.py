@@ -14,17 +14,19 @@ QUICK = [
     "OneHotVector, stacked",
     "Identity",
 ]
+# The type that meets all programs; each other one meets a third of them.
+WHOLE = "Int8Array, blocks in rows"
 
 
 def _not_dense(name):
     return {text: letter for text, letter in kept.read()[name].items() if letter in "kva"}
 
 
-@pytest.mark.quick("Int8Array, blocks in rows")
+@pytest.mark.quick(WHOLE)
 @pytest.mark.parametrize("name", kept.TYPES)
 def test_what_becomes_of_a_value(name):
     """`python -m tests.differential.kept` writes the table anew."""
-    expected = some_of(kept.read()[name], name, 3)
+    expected = some_of(kept.read()[name], name, 1 if name == WHOLE else 3)
     found = kept.outcomes(name, expected)
     assert not {text: (letter, found[text]) for text, letter in expected.items() if letter != found[text]}
 

@@ -14,7 +14,6 @@ experiment = Late("quaxlike.demo.experiment")
 image = Late("matplotlib.image")
 
 
-@pytest.mark.slow
 def test_tasks_hold_out_the_same_digits():
     upright, rotated = experiment.load_tasks(3)
     for of_upright, of_rotated in zip(upright, rotated, strict=True):

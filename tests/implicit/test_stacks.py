@@ -67,7 +67,7 @@ class TestStacks:
         expected = np.asarray(stack.codes) * np.asarray(stack.scale[0])
         np.testing.assert_array_equal(shared.materialise(), expected)
 
-    @pytest.mark.slow
+    @pytest.mark.quick("3")
     @pytest.mark.parametrize("n", [3, 5])
     def test_scan_runs_over_the_items(self, n):
         stack, dense = self.made(n)

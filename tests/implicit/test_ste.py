@@ -109,7 +109,6 @@ class TestArrays:
         np.testing.assert_array_equal(grad, jnp.ones_like(W))
         assert grad.dtype == jnp.float32
 
-    @pytest.mark.slow
     def test_a_tree(self):
         rounded = ste(lambda tree: jax.tree.map(jnp.round, tree))
         grads = jax.grad(lambda tree: rounded(tree)["a"] ** 2 + 3 * rounded(tree)["b"])({"a": 1.6, "b": 0.2})
@@ -136,7 +135,7 @@ class TestArrays:
 class TestValues:
     """Of functions that return a Value."""
 
-    @pytest.mark.slow
+    @pytest.mark.quick("<lambda>")
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_casts(self, wrap):
         def through(dtype, w):

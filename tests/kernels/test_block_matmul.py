@@ -152,7 +152,7 @@ WAYS = {"tiled": reference.tiled, "whole": reference.whole, "chunked": gpu.chunk
 
 
 @pytest.mark.covering
-@pytest.mark.slow
+@pytest.mark.quick("nf4-(67, 33, 512)-19-float16-tiled-True")
 @pytest.mark.parametrize(
     ("codec", "size", "rows", "dtype", "way", "transpose"),
     [
@@ -203,7 +203,7 @@ def test_double_precision_is_kept(x64, backend, codec):
     assert relative_error(y, _expected(x, w)) < 1e-14
 
 
-@pytest.mark.quick("usual")
+@pytest.mark.quick("tuple", "usual")
 @pytest.mark.parametrize("stored_as", ["array", "tuple", "usual"])
 def test_the_map_of_nested_scales(stored_as):
     """Kernels take it however it is stored; only an array is a leaf."""
@@ -354,7 +354,6 @@ def test_vmap_is_one_after_the_other(codec, mapped):
     _assert_close(of(mapped), of(looped))
 
 
-@pytest.mark.slow
 def test_the_weight_is_read_once_for_all_that_is_mapped():
     w = stored("nf4", 48, 64)
     x = _x(w, (5, 3))

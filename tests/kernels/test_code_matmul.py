@@ -89,7 +89,6 @@ def test_gradients_by_products_of_codes(activations, groups):
     np.testing.assert_allclose(found[1], exact[1], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.slow
 def test_constant_scales_cost_no_derivative():
     codes, scale = weight("int8")
     plain = lambda x, codes, scale: int8_matmul(x, codes, scale)

@@ -65,7 +65,7 @@ def test_some_rows_come_second(rows, form, dtype):
     assert re.search(rf"\[{shape}\]\S* dot\(", text)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("100")
 @pytest.mark.parametrize("rows", [3, 100])
 def test_bfloat16_is_summed_in_float32_on_cpus(rows):
     """For XLA's fast products; the gradient for rows of x, too, but not on other platforms."""

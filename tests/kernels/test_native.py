@@ -299,7 +299,6 @@ def test_it_is_used_unasked_but_not_exported(built):
     assert relative_error(exported.call(x), fn(x)) < 1e-6
 
 
-@pytest.mark.slow
 def test_another_platform_has_none():
     operands = (jax.ShapeDtypeStruct((2, 64), jnp.float32), *stored("nf4", 48, 64).leaves)
     fn = lambda x: nf4_matmul(x, *operands[1:], **stored("nf4", 48, 64).params)

@@ -174,7 +174,6 @@ def test_rows_of_the_weight_are_reduced(nested):
     assert relative_error(y, np.float64(x) @ np.float64(dense).reshape(w.shape)) < 1e-6
 
 
-@pytest.mark.slow
 def test_adapters_that_the_kernel_cannot_address():
     x, b = (
         jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16),

@@ -36,7 +36,6 @@ def _rounded(x):
     ]
 
 
-@pytest.mark.slow
 def test_the_reference_rounds_blocks_and_differentiates_straight_through():
     w, x = _computed("q4_0", normal(24, 64)), normal(3, 64, seed=1)
     dense, times = _dense(w), _times(w)[0]

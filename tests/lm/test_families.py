@@ -114,7 +114,6 @@ def _shapes(architecture):
     return eqx.filter_eval_shape(Decoder, DecoderConfig.from_json(config), key=jax.random.key(0))
 
 
-@pytest.mark.slow
 def test_a_family_joins_after_models_were_made(monkeypatch):
     """With names and a mixer that no other family has; models of other families stay what they were."""
     llama = _shapes("LlamaForCausalLM")

@@ -77,7 +77,9 @@ _JOINED = {
 }
 
 
-@pytest.mark.quick("multiply-checkpoint", "concatenate-checkpoint")
+@pytest.mark.quick(
+    "add.outer-jit", "c_-<lambda>", "vectorize-jit", "multiply-checkpoint", "concatenate-checkpoint"
+)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", _JOINED)
 def test_what_is_made_inside_of_quaxify_meets_what_comes_from_outside(name, transform):

@@ -108,7 +108,6 @@ def test_numbers_of_python_are_static(learner):
         assert found.grads.num_layers is None
 
 
-@pytest.mark.slow
 def test_arrays_and_trained_numbers_are_traced():
     """Those of NumPy, too."""
 

@@ -282,7 +282,6 @@ def test_options_that_do_not_exist():
         quantize_state(optax.adam(1e-3), stochastic="no")
 
 
-@pytest.mark.slow
 def test_fields_of_ones_own():
     optimiser = quantize_state(optax.scale_by_rprop(1e-3), moments={"prev_updates": "linear"})
     assert set(rounded(optimiser.init(PARAMS))) == {

@@ -147,7 +147,6 @@ def test_fully_sharded_and_tensor_parallel():
     assert fsdp(MESH, axis="data")("norm.weight", jnp.ones(64)) == jax.P()
 
 
-@pytest.mark.slow
 def test_shapes_with_shardings_are_those_of_the_placed_model():
     model = ql.quantize(
         drawn(eqx.nn.MLP, 64, 64, 256, depth=1, key=KEY), "nf4", block_size=32, double_quant=True

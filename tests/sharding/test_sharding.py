@@ -122,7 +122,6 @@ def test_tensor_parallel_in_shard_map(name):
     np.testing.assert_allclose(y, np.maximum(X @ first.T, 0) @ second.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_callable_and_a_spec_for_a_whole_part():
     model = MODELS["NF4"]()
     rule = lambda name, leaf: jax.P("model") if leaf.ndim == 2 and "layers.0" in name else None

@@ -111,7 +111,6 @@ def test_only_integers(bad, found):
         isin([1], bad, 5)
 
 
-@pytest.mark.slow
 def test_the_table_is_static():
     with pytest.raises(TypeError, match=r"`max_item` is the size of a table .* found a traced value"):
         jax.jit(isin)([1], [1], 5)

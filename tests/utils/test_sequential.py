@@ -309,7 +309,6 @@ def test_inside_scan_and_cond():
     np.testing.assert_allclose(jax.vmap(choose)(Y), expected, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_vmap_that_maps_nothing():
     g = sequential_vmap_with_vjp(jnp.sin)
     out = jax.vmap(g, in_axes=None, axis_size=3)(Y[0])

@@ -327,7 +327,6 @@ def test_axis_names():
     np.testing.assert_allclose(jax.jit(f)(jnp.arange(4.0)), [2, 4])
 
 
-@pytest.mark.slow
 def test_specs_inferred_from_explicit_axes():
     mesh = EXPLICIT("i")
     x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("i")))
@@ -345,7 +344,6 @@ def test_specs_cannot_be_inferred_from_other_axes(given):
         f(jnp.arange(4.0))
 
 
-@pytest.mark.slow
 def test_static_arguments_by_spec():
     def f(x, n):
         assert n == 3

@@ -338,7 +338,6 @@ def test_where_with_leaves_of_several_ranks():
         np.testing.assert_array_equal(leaf[1], jnp.zeros_like(leaf[1]))
 
 
-@pytest.mark.slow
 def test_where_of_a_scalar_condition_and_the_same_tree():
     tree = [jnp.ones(2), jnp.float32(3)]
     assert_trees_equal(tree_where_broadcast_last(True, tree, tree_zeros_like(tree)), tree)
@@ -363,7 +362,6 @@ def test_where_with_another_batch():
         tree_where_broadcast_last(jnp.array([True, False]), [jnp.ones((3, 2))], [jnp.ones((3, 2))])
 
 
-@pytest.mark.slow
 def test_where_with_fewer_rows_than_the_condition():
     """Leaves are not broadcast, so that results have their shapes."""
     message = r"the leaves at \[0\] do not fit \(.*\): `accept` of shape \(4,\) does not fit the leading axes"

@@ -132,7 +132,6 @@ def test_classifiers_on_pretrained_encoders(name, of_tokens, tmp_path):
     assert np.array_equal(load(tmp_path / "out")[0](IDS), made(IDS))
 
 
-@pytest.mark.slow
 def test_the_names_of_the_first_checkpoints(tmp_path):
     """bert-base-uncased has those of TensorFlow."""
     made = encoder(tmp_path, "BertModel")

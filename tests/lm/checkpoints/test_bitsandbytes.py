@@ -79,7 +79,6 @@ def test_what_we_quantise_is_saved_and_loaded(tmp_path, shape, cls, double_quant
     assert (state["quant_type"], state["shape"], state["dtype"]) == (kind, list(shape), "bfloat16")
 
 
-@pytest.mark.slow
 def test_codes_viewed_as_another_dtype(tmp_path):
     w = ql.NF4Array.quantize(jnp.ones((8, 64)))
     path = tmp_path / "w.safetensors"
@@ -91,7 +90,6 @@ def test_codes_viewed_as_another_dtype(tmp_path):
         bitsandbytes.save(path, {"w": odd}, quant_storage=jnp.float32)
 
 
-@pytest.mark.slow
 def test_sharded_checkpoints_are_read_one_weight_at_a_time(tmp_path):
     for i, name in enumerate(["plain_nobias", "rowcross_40x24"]):
         tensors = open_tensors(fixture(f"linear4bit/{name}.safetensors"))

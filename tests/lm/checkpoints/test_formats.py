@@ -137,7 +137,7 @@ def _mapping(codecs):
     return {**mapping, "model.norm.weight": w[0], "lm_head.weight": w.astype(jnp.bfloat16)}
 
 
-@pytest.mark.slow
+@pytest.mark.quick("mxfp4-folder")
 @pytest.mark.parametrize(
     ("format", "file"),
     [
@@ -233,7 +233,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, value, format, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.quick("legacy.gguf")
 @pytest.mark.parametrize("name", ["legacy.gguf", "floats.gguf"])
 def test_damaged_gguf_files_are_refused(tmp_path, name):
     raw = fixture(f"formats/gguf_tensors/{name}").read_bytes()
@@ -279,7 +279,6 @@ def halved():
     FORMATS.remove(record)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("halved")
 def test_a_format_is_one_record(tmp_path):
     """It is read, whole and by rows, and written; a part of a weight is no weight."""

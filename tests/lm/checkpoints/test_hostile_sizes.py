@@ -164,7 +164,7 @@ def test_expressions_of_quantised_files(pattern, edited):
     _within_limits(lambda: lm.read(gptq))
 
 
-@pytest.mark.slow
+@pytest.mark.quick("(?:){2000000000}")
 @pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:16])
 def test_expressions_of_adapters(pattern, tmp_path):
     layers = {"layers": [{"a" * 30: {"weight": jnp.ones((4, 4))}} for _ in range(8)]}
@@ -195,7 +195,6 @@ def sentencepiece(tokens):
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
-@pytest.mark.slow
 def test_long_tokens_of_gguf(tmp_path):
     usual = ["<unk>", "a", "b", "ab", "aab"]
     lm.write(tmp_path / "x.gguf", {"a": jnp.ones(32)}, "gguf", metadata=sentencepiece([*usual, "b" * 10**6]))
@@ -281,7 +280,6 @@ def test_messages_are_short(entries, edited):
         ql.lm.load(folder)
 
 
-@pytest.mark.slow
 def test_messages_of_adapters_are_short(tmp_path):
     peft.save_adapter(
         tmp_path, ql.loraify({"a": {"weight": jnp.ones((4, 4))}}, rank=2, key=jax.random.key(0))

@@ -117,7 +117,7 @@ def _outcome(load, *args):
         return None, str(error)
 
 
-@pytest.mark.quick("formats/awq/gemm_g32")
+@pytest.mark.quick("formats/mlx/affine_b4", "formats/awq/gemm_g32")
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_a_missing_tensor_is_named(name, tmp_path):
     """Or it was a whole weight by itself, which then is missing, and no other is different."""
@@ -140,7 +140,7 @@ def test_a_missing_tensor_is_named(name, tmp_path):
             assert all(_agree(found[key], whole[key]) for key in found), tensor
 
 
-@pytest.mark.slow
+@pytest.mark.quick("formats/awq/gemm_g32")
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_another_shape_is_an_error_or_visible(name, tmp_path):
     """No other weight is different, and this one has another shape, or the same values."""

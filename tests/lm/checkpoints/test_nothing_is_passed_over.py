@@ -222,7 +222,7 @@ def test_an_entry_of_an_adapter(method, tmp_path):
             read_config(path)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("made_up.modules_to_save.weight-models/qwen2/adapters/embed_lora_tied")
 @pytest.mark.parametrize(
     "name", [name for name in _ADAPTERS if name.startswith("models/") and _config_of(name)]
 )

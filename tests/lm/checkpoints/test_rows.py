@@ -62,7 +62,7 @@ def _check_rows(path):
     return in_part
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fp8/deepseek_block_f32", "fp8/modelopt_nvfp4")
 @pytest.mark.parametrize("case", FORMATS)
 def test_rows_of_formats(case):
     _check_rows(fixture(f"formats/{case}"))

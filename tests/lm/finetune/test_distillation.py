@@ -127,7 +127,6 @@ def test_another_teacher_and_what_cannot_start(command, tmp_path, capsys):
     assert not (tmp_path / "other" / "run.json").exists()
 
 
-@pytest.mark.slow
 def test_models_that_write_no_texts():
     data = DataSettings(Path(), task=DistillationSettings())
     with pytest.raises(FinetuneError, match="--task distill is for decoders that write texts; found MLP"):

@@ -257,7 +257,6 @@ def test_errors_within_the_users_module_are_its_own():
         make_of("broken_adapter:A")
 
 
-@pytest.mark.slow
 def test_what_make_returns_is_checked_before_the_training(run, tmp_path, monkeypatch):
     status, told = run("llama", "text", "--adapter=own_adapter:the_weight", "--quantize=none")
     assert status == 2

@@ -127,7 +127,7 @@ def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("softcap-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_query_sees_what_it_sees_among_others(options, dtype):

@@ -69,7 +69,7 @@ def test_splash_attention(reach, options):
     _assert_as_by_blocks("splash", Sight.of(SEEN, **REACHES[reach], texts=texts), **OPTIONS[options])
 
 
-@pytest.mark.slow
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("reach", [name for name in REACHES if name != "near"])
 def test_cudnn_is_asked_for_the_same(reach, monkeypatch):
     """By JAX's own form of the function that calls cuDNN."""

@@ -344,7 +344,6 @@ def test_forks_of_another_base(qwen2):
         Conversation(_activated(other)).fork(qwen2[0])
 
 
-@pytest.mark.slow
 def test_texts_with_adapters_that_other_tokens_invoke(qwen2):
     model = ql.loraify(qwen2[0], rank=1, where=["q_proj"], invocation_tokens=[7], key=jax.random.key(0))
     model = ql.loraify(model, rank=1, where=["k_proj"], invocation_tokens=[8], key=jax.random.key(0))
@@ -487,7 +486,7 @@ def test_caches_that_do_not_exist(qwen2):
         generate(*qwen2, max_new_tokens=1, cache="int9")
 
 
-@pytest.mark.slow
+@pytest.mark.quick("96")
 @pytest.mark.parametrize("size", [64, 96, 7])
 def test_rotated_keys(size):
     """Products stay the same, and an element that is much larger than the others is spread over all."""

@@ -37,7 +37,7 @@ def _one_row_differs(w):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.quick("gemma3-True-flipud")
 @pytest.mark.parametrize(
     ("name", "explicit", "change"),
     [

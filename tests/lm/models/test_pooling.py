@@ -23,7 +23,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick("weightedmean")
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_each_mode(mode):
     found = Pooling((mode,), normalize=False)(X, SEEN)

@@ -19,7 +19,7 @@ FEW = ["gemma3", "mixtral"]
 MORE = [name for name in MODELS if name not in FEW]
 
 
-@pytest.mark.slow
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_what_was_read_is_written_again(name, tmp_path):
     model, config = load(folder(name))

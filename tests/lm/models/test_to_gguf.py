@@ -42,7 +42,7 @@ def _checkpoint(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.quick("qwen2")
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama_llama3", "gemma3"])
 def test_a_file_is_the_model(name, checkpoint, tmp_path):
     """Read again: the arrays, the configuration, the tokens of texts, the conversations."""
@@ -221,7 +221,7 @@ def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
         load(tmp_path / "lora.gguf")
 
 
-@pytest.mark.slow
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_are_cut_as_their_weights_are(name, checkpoint, tmp_path):
     """Those of GPT-OSS alternate, and are transposed."""

@@ -241,7 +241,6 @@ def test_stacked_layers_and_encoders():
         assert embedding.shape == (12, 8)
 
 
-@pytest.mark.slow
 def test_models_without_a_vocabulary():
     mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"no embedding of tokens to resize: it has layers\.0\.weight"):

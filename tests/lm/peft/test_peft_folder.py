@@ -40,7 +40,7 @@ def stopping(monkeypatch):
     return stop_at
 
 
-@pytest.mark.quick("2-64.0")
+@pytest.mark.quick("1-4.0", "2-64.0")
 @pytest.mark.parametrize(("n", "found"), [(0, 4.0), (1, 4.0), (2, 64.0)])
 def test_the_adapter_is_the_old_one_or_the_new_one(n, found, tmp_path, stopping, monkeypatch):
     mlp, old = adapted(2, 4.0)

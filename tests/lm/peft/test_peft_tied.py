@@ -220,7 +220,6 @@ def test_modules_whose_names_end_alike(tmp_path):
         assert jax.tree.structure(again) == jax.tree.structure(one)
 
 
-@pytest.mark.slow
 def test_dtype_and_trees_stay(tmp_path):
     """Embeddings from a file have the dtype of the model, as in PEFT."""
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _base())
@@ -381,7 +380,6 @@ def test_the_weight_of_an_embedding_as_a_parameter(tmp_path):
         np.testing.assert_array_equal(written[key], read[key])
 
 
-@pytest.mark.slow
 def test_a_module_with_parameters_and_layers(tmp_path):
     """PEFT saves all that is inside a module, and finds nothing inside it to save again."""
     sizes = {
