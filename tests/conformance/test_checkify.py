@@ -119,7 +119,7 @@ def test_rows(name):
 def test_indices(name, default_promotion):
     x = TYPES[name]()
     if x.ndim:
-        assert not differences(some_of(INDEXED, name, 8), x, _indices(x))
+        assert not differences(some_of(INDEXED, name, 12), x, _indices(x))
 
 
 @pytest.mark.slow
