@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +143,25 @@ class Reached:
         self._data.read()
         self._without = without
 
-    def tests(self, mutant: Mutant, number: int) -> list[str]:
-        """At most so many that run the line of the mutant, of as many functions as there are; if it runs at
-        import alone, of those that run the file."""
+    def tests(self, mutant: Mutant, number: int) -> list[list[str]]:
+        """Those that run the line of the mutant, then others that run its file, since what is cached runs in
+        one test and is seen by many: at most so many of each, of as many functions as there are."""
         files = [path for path in self._data.measured_files() if Path(path).match(mutant.file)]
         lines = self._data.contexts_by_lineno(files[0]) if files else {}
-        named = {context for line in (mutant.line, mutant.statement) for context in lines.get(line, ())}
-        named = named - {""} or set(itertools.chain(*lines.values())) - {""}
-        functions: dict[str, list[str]] = {}
-        for test in sorted({context.split("|")[0] for context in named} - self._without):
-            functions.setdefault(test.split("[")[0], []).append(test)
-        turns = itertools.chain(*itertools.zip_longest(*functions.values()))
-        return sorted(itertools.islice(filter(None, turns), number))  # those of a file are collected at once
+        of_file = self._names(itertools.chain(*lines.values()))
+        of_line = self._names(itertools.chain(*(lines.get(n, ()) for n in (mutant.line, mutant.statement))))
+        return [_spread(tests, number) for tests in (of_line, of_file - of_line) if tests]
+
+    def _names(self, contexts: Iterable[str]) -> set[str]:
+        return {context.rpartition("|")[0] for context in contexts} - self._without - {""}
+
+
+def _spread(tests: Iterable[str], number: int) -> list[str]:
+    functions: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        functions.setdefault(test.split("[")[0], []).append(test)
+    turns = filter(None, itertools.chain(*itertools.zip_longest(*functions.values())))
+    return sorted(itertools.islice(turns, number))  # tests of a file are collected at once
 
 
 _COMPLAINT = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$"
@@ -233,22 +241,21 @@ def reached(original: Copy, timeout: float) -> Reached:
     return Reached(database, failed)
 
 
-def judge(mutant: Mutant, original: Copy, tests: list[str], timeout: float) -> tuple[str, str]:
+def judge(mutant: Mutant, original: Copy, tests: list[list[str]], timeout: float) -> tuple[str, str]:
     """How the mutant ended, and by what."""
-    if not tests:
-        return "survived", "no test reaches it"
     changed = original.again(mutant.name)
     try:
         mutant.apply(changed.path)
-        (listed := changed.path / "reached.txt").write_text("\n".join(tests))
-        status, output = changed.run([*PYTEST, f"@{listed}"], timeout)
+        for some in tests:
+            (listed := changed.path / "reached.txt").write_text("\n".join(some))
+            status, output = changed.run([*PYTEST, f"@{listed}"], timeout)
+            if status == "timeout":
+                return "killed", "by a timeout"
+            if status == "failed":
+                return "killed", f"by {' '.join(sorted(complaints(output))) or output[-200:]}"
     finally:
         shutil.rmtree(changed.path)
-    if status == "passed":
-        return "survived", f"{len(tests)} tests"
-    if status == "timeout":
-        return "killed", "by a timeout"
-    return "killed", f"by {' '.join(sorted(complaints(output))) or output[-200:]}"
+    return "survived", f"{sum(map(len, tests))} tests"
 
 
 def main() -> int:
@@ -258,7 +265,7 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="so many of the mutants of the seed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60, help="after which no other mutant is begun")
-    parser.add_argument("--tests", type=int, default=400, help="that run on a mutant, at most")
+    parser.add_argument("--tests", type=int, default=300, help="of the line, and of the file, at most")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for these; it counts as killed")
     parser.add_argument("--survivors", type=int, default=6, help="exits with an error if there are more")
     parser.add_argument("folders", nargs="*", default=FOLDERS)
