@@ -259,7 +259,7 @@ def _filled(y, fill):
             "An array without a unit takes the place of one in m",
         ),
         (lambda x, t: jax.lax.cond(True, lambda: x, lambda: NUMBERS), "An array without a unit"),
-        (lambda x, t: NUMBERS.at[0].set(x[0]), "An array without a unit takes the place of one in m"),
+        (lambda x, t: NUMBERS.at[0].set(x[0]), r"`scatter` takes .* same unit; found \(dimensionless, m\)"),
         (lambda x, t: x.at[0].set(NUMBERS[0]), r"found \(m, dimensionless\)"),
         (
             lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x),

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
@@ -97,10 +98,11 @@ class AbstractSparseArray(ArrayValue):
         """Raises an error if all indices of a pattern are known to be zero, which is never valid.
 
         This happens if `jax.jacfwd` replaces the pattern, which has no derivative, by zeros. Without this
-        check, all elements would silently be added in the same position.
+        check, all elements would silently be added in the same position. If these are zero as well, as in a
+        new adapter, then the position doesn't matter.
         """
-        known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
-        if known and not any(np.asarray(index).any() for index in pattern):
+        elements = [x for x in jax.tree.leaves(self) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if self.size and _are_zeros(pattern) and not _are_zeros(elements):
             raise derivative_alone(type(self))
 
     @abc.abstractmethod
@@ -221,3 +223,8 @@ def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
         return lax.broadcast_in_dim(leaf, new_shape, axes)
 
     return w.each(broadcast)
+
+
+def _are_zeros(arrays: Sequence[Any]) -> bool:
+    """Returns whether all arrays are known to be zero."""
+    return not any(isinstance(x, jax.core.Tracer) or np.asarray(x).any() for x in arrays)

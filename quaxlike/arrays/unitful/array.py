@@ -409,6 +409,8 @@ def with_unit(array: Any, unit: Unit) -> Any:
     if not unit.dimensionless:
         return Unitful(array, unit)
     if isinstance(array, jax.Array) and not array.ndim:
+        if array.weak_type:  # results of rules are strong, and a copy made later would be another array
+            array = jax.lax.convert_element_type(array, array.dtype)
         note_constant(array, None)  # computed, so units mustn't depend on its value
     return array
 
