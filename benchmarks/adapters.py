@@ -12,6 +12,7 @@ import json
 import pathlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -146,10 +147,12 @@ def _trained(make: Make, model: Any, size: int) -> int:
         nonlocal count
         count = ql.summary(make(model, size, jax.random.key(0))).trainable
 
-    try:
-        eqx.filter_eval_shape(counted, model)
-    except ValueError:  # of a size, or since places of sparse elements must be known
-        counted(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The rank is above both sizes")  # of sizes that are only counted
+        try:
+            eqx.filter_eval_shape(counted, model)
+        except ValueError:  # of a size, or since places of sparse elements must be known
+            counted(model)
     return count
 
 

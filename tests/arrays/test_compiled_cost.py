@@ -42,8 +42,10 @@ def _on_blocks(x: Any, w: ql.BlockSparseArray) -> Any:
 
 
 def _on_one_hot(x: Any, w: OneHotVector) -> Any:
-    held = (w.index >= -256) & (w.index < 256)  # elsewhere the vector is zero, whatever its value
-    return x.at[:, w.index].get(mode="fill", fill_value=0) * jnp.where(held, w.value, 0.0)
+    place = jnp.where(w.index < 0, w.index + 256, w.index)
+    held = (place >= 0) & (place < 256)  # elsewhere the vector is zero, whatever its value
+    column = x.at[:, jnp.where(held, place, 0)].get(mode="promise_in_bounds")
+    return jnp.where(held, column, 0.0) * jnp.where(held, w.value, 0.0)
 
 
 CASES = Lazy(

@@ -70,7 +70,8 @@ def _place(x: OneHotVector) -> jax.Array:
 
 def _if_held(x: OneHotVector, value: jax.Array) -> jax.Array:
     """Returns `value`, or zero if the index is out of bounds."""
-    held = (x.index >= -x.length) & (x.index < x.length)
+    place = _place(x)
+    held = (place >= 0) & (place < x.length)
     return jnp.where(held, value, jnp.zeros_like(value))
 
 
@@ -80,7 +81,8 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts `y`'s last axis with the vector."""
-    return get_at(jnp.moveaxis(y, -1, 0), (_place(x),), 0) * _if_held(x, x.value).astype(y.dtype)
+    at = (*[slice(None)] * (y.ndim - 1), _place(x))
+    return get_at(y, at, 0) * _if_held(x, x.value).astype(y.dtype)
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
