@@ -82,6 +82,9 @@ class _Mutator(ast.NodeTransformer):
 
     visit_JoinedStr = visit_arg = visit_Raise
 
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        return node if node.arg == "strict" else self.generic_visit(node)  # of `zip`, which nothing reaches
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         node.value = node.value and self.visit(node.value)
         return node

@@ -136,7 +136,7 @@ def test_all_permutations_of_contracting_axes_agree():
         _close(y, _dot_general_in_float64(x, dense, dims))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
 @pytest.mark.parametrize("shape", [(4, 64, 6), (4, 6, 64)])
 def test_mixture_of_experts(cls, shape):
@@ -162,7 +162,7 @@ def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
         _close(ql.quaxify(product)(x, w), product(x, w.materialise()))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
 def test_rows_of_experts_are_cut_into_tiles(counts):
     tiles = Tiles(jnp.array(counts), 29)
