@@ -50,7 +50,7 @@ def test_nf4_is_bit_exact(case, transform):
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 @pytest.mark.parametrize("case", [c for c in _CASES if c["nested"]], ids=lambda case: case["case"])
 def test_double_quantisation(case, transform):
-    """Means that are summed in another order differ in the last bit, and so do what is left and its largest."""
+    """A mean that is summed in another order differs in the last bit, and so does what is left."""
     absmax, offset = _stored(case, "absmax_before_nesting"), _stored(case, "nested_offset")
     codes, nested, mean = transform(blockwise.quantize_scales)(absmax)
     np.testing.assert_allclose(mean, offset, rtol=2e-7)

@@ -80,7 +80,8 @@ np.testing.assert_array_equal(run(ql.lm.load(folder / "classifier")[0]), run(cla
 # an adapter of its embedding
 adapted = ql.loraify(model, rank=2, where=["to_q", "tokens"], key=jax.random.key(1))
 peft.save_adapter(folder / "adapter", adapted)
-np.testing.assert_allclose(run(peft.load_adapter(folder / "adapter", model)), run(adapted), rtol=1e-5, atol=1e-5)
+loaded = peft.load_adapter(folder / "adapter", model)
+np.testing.assert_allclose(run(loaded), run(adapted), rtol=1e-5, atol=1e-5)
 """
 
 
