@@ -24,7 +24,7 @@ pytestmark = [
 
 _HERE = Path(__file__).parent
 _REPOSITORY = "https://github.com/data-apis/array-api-tests"
-_EXAMPLES = 10
+_EXAMPLES = 5
 
 # The tests that may do worse than with `jax.numpy`, by a pattern of names, and why.
 _OF_ELEMENTS = (
