@@ -266,6 +266,8 @@ def number(x: Any, shape: Sequence[int] = ()) -> Any:
     """
     if isinstance(x, (int, float, np.number)):
         return np.full(shape, x, np.float32)
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"An adapter's alpha or scaling must be a number or an array; found {x!r}.")
     return x if x.dtype == np.float32 and not getattr(x, "weak_type", False) else x.astype(np.float32)
 
 

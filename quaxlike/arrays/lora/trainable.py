@@ -1,5 +1,6 @@
 """Arrays trained alongside adapters: whole arrays, some rows of an embedding, and biases."""
 
+import operator
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar
@@ -178,7 +179,11 @@ class TrainableRows(TransparentValue):
         indices: Sequence[int],
         transposed: bool = False,
     ) -> None:
-        self.w, self.rows, self.indices, self.transposed = w, rows, tuple(indices), transposed
+        try:
+            numbers = tuple(map(operator.index, indices))
+        except TypeError:
+            raise TypeError(f"TrainableRows takes integers as indices; found {indices!r}.") from None
+        self.w, self.rows, self.indices, self.transposed = w, rows, numbers, transposed
 
     def __check_init__(self) -> None:
         w: Any = getattr(self.w, "shape", ())
