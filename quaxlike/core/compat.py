@@ -465,6 +465,13 @@ def explicit_sharding(x: Any) -> Any:
     return sharding if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
+def replicated_like(aval: Any, leaf: Any) -> Any:
+    """Makes `aval` replicated on the mesh of a leaf whose sharding is part of its type."""
+    if (sharding := explicit_sharding(leaf)) is None:
+        return aval
+    return aval.update(sharding=jax.NamedSharding(sharding.mesh, jax.P(*[None] * len(aval.shape))))
+
+
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
     """Moves `aval` to the leaves' mesh, and makes it vary over every axis any leaf varies over.
 

@@ -95,7 +95,7 @@ def _trained(name: str, layout: str, sizes: dict[str, int], kind: str) -> dict[s
         divided = jax.sharding.auto_axes(step, out_sharding=out)
         with jax.set_mesh(mesh):
             compiled = jax.jit(divided, donate_argnums=0).lower(state, frozen, ids).compile()
-    arrays = jax.tree.leaves((state[0], frozen))
+    arrays = map(jnp.asarray, jax.tree.leaves((state[0], frozen)))  # an `alpha` that is known is one of NumPy
     parts = [(x.nbytes, math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, x.dtype == jnp.uint8)
              for x in arrays]  # fmt: skip
     losses = []

@@ -29,7 +29,9 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
+from ...core import compat
 from ...core.jaxprs.unify import dense_when_incompatible
+from ...core.shapes import leaf_aval
 from ...core.values import Value, replace_fields
 from ...kernels.block_matmul import (
     NIBBLES,
@@ -259,7 +261,10 @@ class AbstractQuantizedArray(GradientsArray):
     def aval(self) -> jax.core.ShapedArray:
         shape = self.stored_shape
         self._check_not_cast()
-        return jax.core.ShapedArray(tuple(shape[i] for i in self.permutation), self.logical_dtype)
+        aval = jax.core.ShapedArray(tuple(shape[i] for i in self.permutation), self.logical_dtype)
+        # On a mesh with explicit axes, products gather codes that are spread over the batch's devices. JAX
+        # refuses them for an array whose type says that it's spread like this.
+        return compat.replicated_like(aval, leaf_aval(self.codes))
 
     def _check_not_cast(self) -> None:
         if jnp.issubdtype(self.codes.dtype, jnp.floating):
