@@ -80,10 +80,10 @@ def test_codes_and_scales_are_cut_as_the_weight_is():
     placed = shard(model, MESH, specs_for(model, RULE))
     shapes = lambda w: [leaf.addressable_shards[0].data.shape for leaf in jax.tree.leaves(w)]
     first, second = (layer.weight for layer in placed.layers)
-    # (256, 64) by rows: codes, scales, a, b.
-    assert shapes(first) == [(128, 32), (128, 1), (4, 64), (128, 4)]
+    # (256, 64) by rows: codes, scales, alpha, a, b.
+    assert shapes(first) == [(128, 32), (128, 1), (), (4, 64), (128, 4)]
     # (64, 256) by columns.
-    assert shapes(second) == [(64, 64), (64, 2), (4, 128), (64, 4)]
+    assert shapes(second) == [(64, 64), (64, 2), (), (4, 128), (64, 4)]
     assert shapes(placed.layers[0].bias) == [(128,)]
     assert shapes(placed.layers[1].bias) == [(64,)]
 
