@@ -31,14 +31,6 @@ def derivative_alone(cls: type) -> ValueError:
     )
 
 
-def lacks_tangents(value: Any) -> bool:
-    """Returns whether any traced leaf of a Value is a zero substituted by `jax.jacfwd`."""
-    # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly: skip looking at the leaves.
-    if compat.is_eval_trace(compat.current_trace()):
-        return False
-    return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
-
-
 def _is_result_for_jacfwd(frame: Any) -> bool:
     """Returns whether this frame's function returns its result directly to `jax.jacfwd`.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from . import compat
 from .construction import QuickMeta
-from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
+from .derivatives import derivative_alone, is_derivative_alone
 
 # What each hook is used for, as described in the notes on errors.
 _HOOKS = {
@@ -71,6 +71,14 @@ def _naming(hook: str, method: Any) -> Any:
     return named
 
 
+def _lacks_tangents(value: Any) -> bool:
+    """Returns whether any traced leaf of a Value is a zero substituted by `jax.jacfwd`."""
+    # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly: skip looking at the leaves.
+    if compat.is_eval_trace(compat.current_trace()):
+        return False
+    return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
+
+
 def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `materialise`, checking that it returns an array and does not call itself."""
 
@@ -83,7 +91,7 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
         running.append((materialise, self))
         try:
-            if lacks_tangents(self):
+            if _lacks_tangents(self):
                 raise derivative_alone(type(self))
             # For anything but an array JAX would raise its own error, but far from this hook.
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")

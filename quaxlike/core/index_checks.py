@@ -69,10 +69,8 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """Adds checks to the operands of a primitive indexing into its first operand.
 
-    Only for indices that may be out of bounds, and never eagerly: checkify always traces.
+    Only for indices that may be out of bounds.
     """
-    if compat.is_eval_trace(compat.current_trace()):
-        return operands
     first, *rest = operands
     shape = tuple(aval_of(first).shape if is_value(first) else np.shape(first))
     if primitive is lax.gather_p:
@@ -82,9 +80,6 @@ def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str
     sizes = tuple(params["slice_sizes"]) if not update else tuple(jnp.shape(update[0]))
     starts = rest[len(update) :]
     return [first, *update, *(_checked(start, shape, axis, sizes) for axis, start in enumerate(starts))]
-
-
-TAKE_INDICES = frozenset([lax.gather_p, lax.dynamic_slice_p, lax.dynamic_update_slice_p])
 
 
 def _checked(indices: Any, shape: tuple[int, ...], axes: Any, sizes: tuple[int, ...]) -> Any:

@@ -26,7 +26,6 @@ from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resol
 from .source_lines import shorten_traceback
 from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, aval_of, is_value, kind_of
-from .variables import Copies
 
 _T = TypeVar("_T")
 
@@ -93,7 +92,11 @@ class _Quaxified(Generic[_T]):
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
-        copies = Copies() if "flax.nnx" in sys.modules else None
+        copies = None
+        if "flax.nnx" in sys.modules:
+            from .variables import Copies  # never loaded without Flax
+
+            copies = Copies()
         levels = running.levels
         # Rules and operators look up the running level here, so remove it even on an error.
         levels.append(trace)
@@ -218,7 +221,7 @@ def _is_outermost() -> bool:
 
 def _select(
     trace: QuaxTrace,
-    copies: Copies | None,
+    copies: Any,
     filter_spec: PyTree,
     fn: Any,
     args: tuple[Any, ...],

@@ -20,7 +20,6 @@ import jax.tree_util as jtu
 from jax import lax
 
 from . import compat, high_level, recording
-from .index_checks import TAKE_INDICES, with_checks
 from .levels import level_of, not_dispatched
 from .plain_arrays import hooks
 from .policy import by_default, dense
@@ -38,6 +37,8 @@ from .values import (
 
 Operands = Sequence[Any]
 Params = dict[str, Any]
+
+_TAKES_INDICES = frozenset([lax.gather_p, lax.dynamic_slice_p, lax.dynamic_update_slice_p])
 
 # The tracer ---------------------------------------------------------------------------------------
 
@@ -242,7 +243,9 @@ class QuaxTrace(jax.core.Trace):
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
         # Modify `operands` in place: if all rules decline, the default also uses the checked indices.
-        if rules and primitive in TAKE_INDICES:
+        if rules and primitive in _TAKES_INDICES and not compat.is_eval_trace(compat.current_trace()):
+            from .index_checks import with_checks  # checkify always traces, so that others never load this
+
             operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
             rules = [functools.partial(recorder.follow, rule) for rule in rules]
