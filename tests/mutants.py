@@ -24,8 +24,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import coverage
-
 from tests.fixtures import FIXTURES
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +140,8 @@ class Reached:
     """Which tests run which lines, as coverage recorded it."""
 
     def __init__(self, database: Path, without: set[str]) -> None:
+        import coverage  # of the extra for developers; tests of other hunts import this module, too
+
         self._data = coverage.CoverageData(str(database))
         self._data.read()
         self._without = without
