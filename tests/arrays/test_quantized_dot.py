@@ -125,15 +125,23 @@ def test_the_backward_pass_keeps_no_dense_weight():
     assert memory.temp_size_in_bytes < 4 * n * n / 2
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_batch_axis_along_the_blocks(axis):
+    """No stack of matrices has this form: the weight is decoded slice by slice."""
+    w = ql.NF4Array.quantize(_normal(0, 2, 3, 32), block_size=32)
+    x, dims = _normal(1, 32, w.shape[axis], 5), (((1,), (axis,)), ((0,), (2,)))
+    y = ql.quaxify(lambda x, w: jax.lax.dot_general(x, w, dims))(x, w)
+    _close(y, _dot_general_in_float64(x, np.asarray(w.materialise()), dims))
+
+
 @pytest.mark.slow
-def test_all_permutations_of_contracting_axes_agree():
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_all_permutations_of_contracting_axes_agree(order):
     w = ql.NF4Array.quantize(_normal(0, 2, 4, 64), block_size=64)
-    dense = np.asarray(w.materialise())
-    for order in itertools.permutations(range(3)):
-        x = _normal(1, *(w.shape[i] for i in order))
-        dims = (((0, 1, 2), order), ((), ()))
-        y = ql.quaxify(lambda x, w, dims=dims: jax.lax.dot_general(x, w, dims))(x, w)
-        _close(y, _dot_general_in_float64(x, dense, dims))
+    x = _normal(1, *(w.shape[i] for i in order))
+    dims = (((0, 1, 2), order), ((), ()))
+    y = ql.quaxify(lambda x, w: jax.lax.dot_general(x, w, dims))(x, w)
+    _close(y, _dot_general_in_float64(x, np.asarray(w.materialise()), dims))
 
 
 @pytest.mark.quick(1)

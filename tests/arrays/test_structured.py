@@ -144,6 +144,18 @@ def test_sums_that_are_structured():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("block diagonal", "kronecker")
+@pytest.mark.parametrize("name", MAKERS)
+def test_traces(name):
+    a = MAKERS[name](())
+    np.testing.assert_allclose(ql.quaxify(jnp.trace)(a), jnp.trace(a.materialise()), rtol=1e-10)
+
+
+def test_systems_of_one_equation():
+    one = TridiagonalMatrix(jnp.zeros(0), jnp.array([4.0]), jnp.zeros(0))
+    np.testing.assert_array_equal(solve(one, jnp.array([2.0])), [0.5])
+
+
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(1, 5), st.integers(0, 2**32 - 1))

@@ -380,3 +380,9 @@ def test_rows_of_elements_in_no_order_are_those_of_the_whole():
     with ql.on_materialise("allow"):
         found = jax.jit(ql.quaxify(lambda x: jnp.take(x, ids, axis=0)))(unordered)
     np.testing.assert_allclose(found, np.take(np.asarray(a_matrix().materialise()), ids, axis=0))
+
+
+@pytest.mark.parametrize("f", [lambda w, x: x + w, lambda w, x: w - x, lambda w, x: x - w], ids="+-~")
+def test_sums_with_an_array(f):
+    w, x = a_matrix(), normal(8, 12)
+    close(ql.quaxify(f)(w, x), f(w.materialise(), x))
