@@ -39,13 +39,14 @@ def test_materialising_warns_unless_told_otherwise():
         ql.quaxify(jnp.sin)(w)
 
 
-@pytest.mark.slow
 def test_partition_specs_follow_the_logical_array():
     w = ql.NF4Array.quantize(_normal(8, 256))
     assert list(w.shard_spec(jax.P("a", "b"))) == [jax.P("a", "b")] * 2
     assert list(w.with_axes((1, 0)).shard_spec(jax.P("a"))) == [jax.P(None, "a")] * 2
     per_row = ql.Int8Array.quantize(_normal(8, 256))
     assert list(per_row.shard_spec(jax.P(None, "b"))) == [jax.P(None, "b"), jax.P(None, None)]
+    a_block = ql.Int8Array.quantize(_normal(8, 32), block_size=32)  # whose size is a block's, also of a part
+    assert list(a_block.shard_spec(jax.P(None, "b"))) == [jax.P(None, "b")] * 2
     nested = jax.vmap(_double)(_normal(2, 8, 64))
     assert list(nested.shard_spec(jax.P("a"))) == [jax.P("a", None)] * 3 + [jax.P("a")]
     with pytest.raises(ValueError, match=r"the axes \(8, 64\) share blocks"):
@@ -84,3 +85,11 @@ def test_what_cannot_be_quantised():
         ql.Int8Array.quantize(jnp.ones(()))
     with pytest.raises(ValueError, match=r"takes scale of shape \(1,\); found \(2,\)"):
         ql.NF4Array(jnp.zeros(4, jnp.uint8), jnp.zeros(2), block_size=64)
+
+
+@pytest.mark.parametrize("i", [3, 4, -4, -5])
+def test_a_row_beyond_the_first_or_last(i):
+    """Of blocks that begin and end within rows."""
+    w = ql.NF4Array.quantize(_normal(4, 24), block_size=64)
+    row = lambda w, i: w.at[i].get(mode="fill")
+    np.testing.assert_array_equal(ql.quaxify(row)(w, jnp.array([i])), row(w.materialise(), jnp.array([i])))

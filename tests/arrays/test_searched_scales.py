@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays.quantized import CODECS
+from quaxlike.arrays.quantized import CODECS, BlockArray
 from quaxlike.arrays.quantized.scales import encode
 from tests.samples import normal
 
@@ -125,3 +125,10 @@ def test_calibration_takes_the_diagonal_of_moments():
         ql.quantize(weights, "q4_k", calibrate={"layer": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"layer: an importance matrix is for schemes .* found 'int8'"):
         ql.quantize(weights, "int8", calibrate={"layer": importance})
+
+
+def test_a_minimum_that_the_codec_does_not_have():
+    """`q4_k` takes off what is at least 0: numbers far above 0 share their codes with 0."""
+    x = 1 + np.random.default_rng(0).uniform(size=(2, 256)).astype(np.float32)
+    w = BlockArray.quantize(x, codec="q4_k")
+    assert np.abs(w.materialise() - x).max() < 1.1 * x.max() / 15 / 2

@@ -507,3 +507,25 @@ def test_a_choice_by_an_array_of_one_number():
         found = ql.quaxify(lambda x: jnp.where(x != x, jnp.zeros(4), x))(x)
     assert found.unit == metre
     np.testing.assert_array_equal(ql.materialise(found.array), np.full(4, 0.25))
+
+
+def test_derived_units_are_what_defines_them():
+    """By the brochure of the SI."""
+    names = ("m", "kg", "s", "A", "Hz", "N", "Pa", "J", "W", "C", "V", "F", "ohm", "S", "Wb", "T", "H")
+    u = {name: Unit(name) for name in names}
+    defined = {
+        "Hz": u["s"] ** -1,
+        "N": u["kg"] * u["m"] / u["s"] ** 2,
+        "Pa": u["N"] / u["m"] ** 2,
+        "J": u["N"] * u["m"],
+        "W": u["J"] / u["s"],
+        "C": u["A"] * u["s"],
+        "V": u["W"] / u["A"],
+        "F": u["C"] / u["V"],
+        "ohm": u["V"] / u["A"],
+        "S": u["A"] / u["V"],
+        "Wb": u["V"] * u["s"],
+        "T": u["Wb"] / u["m"] ** 2,
+        "H": u["Wb"] / u["A"],
+    }
+    assert defined == {name: u[name] for name in defined}
