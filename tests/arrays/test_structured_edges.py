@@ -258,3 +258,16 @@ def test_the_sign_of_a_complex_determinant_has_a_derivative(name):
     found = jax.jvp(lambda z: ql.quaxify(jnp.linalg.slogdet)(make(z)), (z,), (t,))
     expected = jax.jvp(lambda z: jnp.linalg.slogdet(make(z).materialise()), (z,), (t,))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+def test_branches_with_blocks_of_different_sizes():
+    """They have no common structure."""
+    two, one = BlockDiagonalMatrix(normal(2, 2, 2)), BlockDiagonalMatrix(normal(1, 4, 4))
+    with ql.on_materialise("allow"):
+        _agrees(lambda p, x, y: jax.lax.cond(p, lambda: x, lambda: y), jnp.array(True), two, one)
+
+
+def test_a_diagonal_times_blocks_has_blocks():
+    d, blocks = DiagonalMatrix(normal(6)), BlockDiagonalMatrix(normal(3, 2, 2))
+    assert isinstance(_agrees(jnp.matmul, d, blocks), BlockDiagonalMatrix)
+    assert isinstance(_agrees(jnp.matmul, blocks, d), BlockDiagonalMatrix)

@@ -529,3 +529,16 @@ def test_derived_units_are_what_defines_them():
         "H": u["Wb"] / u["A"],
     }
     assert defined == {name: u[name] for name in defined}
+
+
+def test_units_of_decompositions():
+    """What has the unit of the matrix, its factors without one, and positions."""
+    a = Unitful(normal(4, 4) + 5 * np.eye(4, dtype=np.float32), "m")
+    units = lambda f: [
+        str(getattr(x, "unit", "")) for x in jax.tree.leaves(ql.quaxify(f)(a), is_leaf=ql.is_value)
+    ]
+    assert units(jax.lax.linalg.lu) == ["m", "", ""]
+    assert units(jnp.linalg.qr) == ["", "m"]
+    assert units(lambda x: jnp.linalg.svd(x, full_matrices=False)) == ["", "m", ""]
+    assert units(lambda x: jnp.linalg.eigh(x @ x.T / x[0, 0])) == ["m", ""]
+    assert units(lambda x: jax.lax.top_k(x, 2)) == ["m", ""]
