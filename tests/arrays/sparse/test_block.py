@@ -266,3 +266,17 @@ def test_a_column_that_comes_twice():
     with pytest.raises(ValueError, match="each block column once in a row"):
         B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[1, 1]]), 3)
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
+
+
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_and_columns_that_are_looked_up(transposed):
+    """Also of blocks that are not there."""
+    dense = np.array(normal(6, 8))
+    dense[2:4, :4] = dense[:2, 2:6] = 0
+    w = ql.BlockSparseArray.from_dense(dense, block_size=2)
+    w, dense = (ql.quaxify(jnp.transpose)(w), dense.T) if transposed else (w, dense)
+    at = jnp.array([[5, 0, 3], [2, 3, 4]])
+    for look_up in (lambda w: w[at], lambda w: w[:, at], lambda w: w[at[0, 0]], lambda w: w[:, at[1, 2]]):
+        found = ql.materialise(ql.quaxify(look_up)(w))
+        np.testing.assert_array_equal(found, look_up(jnp.asarray(dense)))
