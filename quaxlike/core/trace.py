@@ -244,7 +244,7 @@ class QuaxTrace(jax.core.Trace):
             rules = self.resolver.candidates(key, params.keys())
         # Modify `operands` in place: if all rules decline, the default also uses the checked indices.
         if rules and primitive in _TAKES_INDICES and not compat.is_eval_trace(compat.current_trace()):
-            from .index_checks import with_checks  # checkify always traces, so that others never load this
+            from .index_checks import with_checks  # checkify always traces: eager programs need no checks
 
             operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
