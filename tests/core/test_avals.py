@@ -163,7 +163,7 @@ class Held(ql.ArrayValue):
         return ql.materialise(self.value)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("Held")
 @pytest.mark.parametrize("wrap", [lambda x: x, Held])
 def test_statics_that_are_equal_and_of_other_types(wrap, default_promotion):
     for number in (1, 1.0, True, 1):
