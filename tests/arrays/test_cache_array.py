@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from quaxlike.arrays.quantized import CODECS, CacheArray
+from quaxlike.arrays.quantized import CODECS, BlockArray, CacheArray
+from quaxlike.arrays.quantized.search import SEARCHED
 from tests.samples import normal
 
 CODES = ["int8", "q8_0", "q4_0", "nf4"]
@@ -18,8 +19,9 @@ SHAPE = (6, 3, 64)
 
 
 def rounded(x, codec):
-    """Scales are those of the largest: a cache does not search for better ones, as weights do."""
-    return CacheArray.quantize(x, codec=codec, block_size=CODECS[codec].block).materialise()
+    """Rounds as weights do, unless these search for scales: caches take those of the largest."""
+    cls = CacheArray if CODECS[codec] in SEARCHED else BlockArray
+    return cls.quantize(x, codec=codec, block_size=CODECS[codec].block).materialise()
 
 
 @pytest.mark.slow
