@@ -92,7 +92,7 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name, obj):
     """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
-    those of one marked `quick("id", ...)`, the cases with these ids. If it is marked `covering`, slow cases
+    those of one marked `quick("id", ...)`, the cases with these ids. If it is marked `each_value`, slow cases
     are left out that have no value of a parameter that the others do not have."""
     cases = yield
     marks = {mark.name: mark for mark in getattr(obj, "pytestmark", ())}
@@ -100,8 +100,8 @@ def pytest_pycollect_makeitem(collector, name, obj):
         own = [case for case in cases if not case.get_closest_marker("slow")]
         for case in _not_quick(name, own, *marks["quick"].args):
             case.add_marker(pytest.mark.slow)
-    if "covering" in marks and cases and os.environ.get("QUAXLIKE_ALL_CASES") != "1":
-        cases = _covering(cases)
+    if "each_value" in marks and cases and os.environ.get("QUAXLIKE_ALL_CASES") != "1":
+        cases = _with_each_value(cases)
     if isinstance(cases, list) and collector.config.pluginmanager.has_plugin(WithoutSlow.__name__):
         return [case for case in cases if not case.get_closest_marker("slow")]
     return cases
@@ -121,7 +121,7 @@ def _spread(cases):
     return [cases[i] for i in sorted(range(len(cases)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)]
 
 
-def _covering(cases):
+def _with_each_value(cases):
     """The quick ones, and slow ones until each value of each parameter is in one."""
     seen, kept = set(), []
     for case in sorted(_spread(cases), key=lambda case: case.get_closest_marker("slow") is not None):

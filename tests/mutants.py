@@ -153,13 +153,13 @@ class Reached:
         lines = self._data.contexts_by_lineno(files[0]) if files else {}
         of_file = self._names(itertools.chain(*lines.values()))
         of_line = self._names(itertools.chain(*(lines.get(n, ()) for n in (mutant.line, mutant.statement))))
-        return [_spread(tests, number) for tests in (of_line, of_file - of_line) if tests]
+        return [_of_many_functions(tests, number) for tests in (of_line, of_file - of_line) if tests]
 
     def _names(self, contexts: Iterable[str]) -> set[str]:
         return {context.rpartition("|")[0] for context in contexts} - self._without - {""}
 
 
-def _spread(tests: Iterable[str], number: int) -> list[str]:
+def _of_many_functions(tests: Iterable[str], number: int) -> list[str]:
     functions: dict[str, list[str]] = {}
     for test in sorted(tests):
         functions.setdefault(test.split("[")[0], []).append(test)

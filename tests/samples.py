@@ -21,7 +21,7 @@ from quaxlike import _cache
 #: Whether jaxtyping's wrappers stand around the package's functions, as in `.ci/run` (conftest).
 checks_annotations = os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1"
 
-#: Whether to ask all that tables of cases leave out: `some_of`, and the mark `covering`.
+#: Whether to ask all that tables of cases leave out: `some_of`, and the mark `each_value`.
 all_cases = os.environ.get("QUAXLIKE_ALL_CASES") == "1"
 
 wrong_types = pytest.mark.skipif(

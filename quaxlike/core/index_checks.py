@@ -67,10 +67,7 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 
 
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Adds checks to the operands of a primitive indexing into its first operand.
-
-    Only for indices that may be out of bounds.
-    """
+    """Adds checks to a primitive's indices into its first operand, unless they are known to be in bounds."""
     first, *rest = operands
     shape = tuple(aval_of(first).shape if is_value(first) else np.shape(first))
     if primitive is lax.gather_p:

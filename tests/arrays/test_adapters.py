@@ -97,7 +97,7 @@ def test_each_multiplies_as_its_array():
         np.testing.assert_allclose(found[name], x @ np.asarray(w).T, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick("rotated-io")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +114,7 @@ def test_products_from_both_sides_over_outputs_and_inputs(name, layout):
     np.testing.assert_allclose(turned.materialise(), jnp.swapaxes(w.materialise(), 0, -1), atol=1e-6)
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [(), (5,)], ids=["one base", "stacked bases"])
 @pytest.mark.parametrize("name", NAMES)

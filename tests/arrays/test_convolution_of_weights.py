@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "program"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)

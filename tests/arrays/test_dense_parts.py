@@ -94,7 +94,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])

@@ -32,7 +32,7 @@ DENSE = ["NF4Array", "Int8Array", "SparseArray", "BlockSparseArray"]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")  # of what stands beside units
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.parametrize("loop", ["fori_carry", "average_in_loop"])
 @pytest.mark.parametrize("name", [name for name in TYPES if name in (*WEIGHTS, *METHODS) or " of " in name])
 def test_every_form_in_a_loop(name, loop):

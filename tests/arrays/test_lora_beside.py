@@ -84,7 +84,7 @@ MOVED = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("program", MOVED)
 @pytest.mark.parametrize("inner", INNER)

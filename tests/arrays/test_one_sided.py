@@ -188,7 +188,7 @@ OTHERS = [kind for kind in WEIGHTS | CORNERS if kind not in TAKES_ARRAYS and "Un
 SIDES = [OnTheRight, OnTheLeft, OnBothSides]
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick(14)
 @pytest.mark.parametrize(
     ("kind", "operation", "cls"),
@@ -314,7 +314,7 @@ MULTIPLYING = [
 ]
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick(
     "DiagonalMatrix, empty-w.T @ x-False", "LowRankUpdate, stacked-w @ x.T-True", "RandLoRAArray-w @ x.T-True"
 )

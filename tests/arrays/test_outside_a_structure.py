@@ -126,7 +126,7 @@ MODES = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick("eager-infinity-low rank", "jit outside-by minus zero-low rank")
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)

@@ -189,7 +189,7 @@ def test_rounds_to_near_codes(codec):
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick("mxfp4-float16-65000.0", "q8_0-bfloat16-10000000000.0")
 @pytest.mark.parametrize(
     ("dtype", "largest"), [("float16", 6.5e4), ("bfloat16", 1e10), ("float32", 1e10), ("float32", 1e37)]

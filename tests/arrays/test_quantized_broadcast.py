@@ -48,7 +48,7 @@ def _targets(shape):
         yield (sizes[0], 2, *sizes[1:], 1), (0, *(axis + 1 for axis in axes[1:]))
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape"),

@@ -46,7 +46,7 @@ def _of_the_transform(w, x):
     return jtu.tree_map(lambda leaf: jnp.where(x[0] == x[0], leaf, leaf), w)
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.parametrize(("name", "product"), _CASES)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.mutants import PYTEST, complaints, copy
 
 PROGRAMS = ("tests/differential/test_differential.py", "-k", "test_every_rule or test_programs")
-ALL = (*PYTEST, "-m", "")
+WITH_SLOW = (*PYTEST, "-m", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,9 @@ def main() -> int:
     def test(fault: Fault) -> bool:
         changed, start = original.again(fault.name), time.monotonic()
         fault.apply(changed.path)
-        status, output = changed.run([*ALL, *PROGRAMS], args.timeout)
+        status, output = changed.run([*WITH_SLOW, *PROGRAMS], args.timeout)
         if found := complaints(output):  # of the fault, if not of the original, too
-            found -= complaints(original.run([*ALL, *found], args.timeout)[1])
+            found -= complaints(original.run([*WITH_SLOW, *found], args.timeout)[1])
         by = " ".join(sorted(found)) or f"not found, {status}"
         print(f"{fault.name}: {time.monotonic() - start:.0f} s, {by}", flush=True)
         return bool(found)

@@ -34,7 +34,7 @@ def test_every_rule(name):
 
 
 @pytest.mark.slow
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rules_on_other_numbers(name, numbers):

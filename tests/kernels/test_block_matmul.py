@@ -122,7 +122,7 @@ def _pairs(codecs, cases):
     return [_slow(case) for case in covering(codecs, *columns) if case not in cases]
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("codec", "call", "size", "form", "backend"),
     [
@@ -151,7 +151,7 @@ _PARTED = [(130, 64, 64), (67, 40, 32), (8, 33, 64), (67, 33, 512), (3, 501, 64)
 WAYS = {"tiled": reference.tiled, "whole": reference.whole, "chunked": gpu.chunked}
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.quick("nf4-(67, 33, 512)-19-float16-tiled-True")
 @pytest.mark.parametrize(
     ("codec", "size", "rows", "dtype", "way", "transpose"),
@@ -329,7 +329,7 @@ _MAPPED = [
 ]
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "mapped"), covering(["nf4", "nested", "int8", "q4_1"], _MAPPED), ids=str)
 def test_vmap_is_one_after_the_other(codec, mapped):

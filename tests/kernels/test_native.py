@@ -72,7 +72,7 @@ def _dense(w):
     return np.float64(ql.materialise(w).astype(jnp.float32))
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (21, 320), (6, 100)])
 @pytest.mark.parametrize("name", [*CODECS, "nested"])

@@ -113,7 +113,7 @@ def test_what_cannot_be_met_is_an_error(unloaded):
         lowered.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (21, 320), (6, 96)])
 @pytest.mark.parametrize("name", [*_IN_BYTES, "nested"])
@@ -128,7 +128,7 @@ def test_products_of_all_formats(use_native, name, shape):
             assert relative_error(fn(x, w), expected) < (1e-4 if in_two_bytes else 1e-6)
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(24, 256), (37, 288), (6, 96)])
 @pytest.mark.parametrize("name", [*CODECS, "nested"])

@@ -226,7 +226,7 @@ def test_a_way_through_an_op_counts_if_it_is_gradient_enabled(enabled):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", EXACT)
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1, 7])

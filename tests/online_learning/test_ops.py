@@ -117,7 +117,7 @@ def _in_dtypes(weights, inputs, state, case, steps=STEPS):
     return step, model, h.astype(state), xs, targets.astype(state)
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)
@@ -134,7 +134,7 @@ def test_d_rtrl_in_mixed_precision(case, mixed):
     assert max(jax.tree.leaves(errors)) < tolerance
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)

@@ -133,7 +133,7 @@ OPTIMISERS = {
 }  # fmt: skip
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -217,7 +217,7 @@ def _with_rule(fun):
     return f
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("derivative", [*DERIVATIVES, "primal"])
 @pytest.mark.parametrize("used", [first, second])

@@ -134,7 +134,7 @@ MAPPED = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("transform", [*TRANSFORMS, *MAPPED])

@@ -382,7 +382,11 @@ def test_rows_of_elements_in_no_order_are_those_of_the_whole():
     np.testing.assert_allclose(found, np.take(np.asarray(a_matrix().materialise()), ids, axis=0))
 
 
-@pytest.mark.parametrize("f", [lambda w, x: x + w, lambda w, x: w - x, lambda w, x: x - w], ids="+-~")
+@pytest.mark.parametrize(
+    "f",
+    [lambda w, x: x + w, lambda w, x: w - x, lambda w, x: x - w],
+    ids=["x + w", "w - x", "x - w"],
+)
 def test_sums_with_an_array(f):
     w, x = a_matrix(), normal(8, 12)
     close(ql.quaxify(f)(w, x), f(w.materialise(), x))
