@@ -58,7 +58,7 @@ def test_shapes_and_dtypes(name, default_promotion):
     x = TYPES[name]()
     trained, rest = eqx.partition(x, eqx.is_inexact_array)
     for where, cut in _without_elements(x).items():
-        for program in some_of(PROGRAMS, f"{name}, {where}", 3).values():
+        for program in some_of(PROGRAMS, f"{name}, {where}", 6).values():
             run = lambda x, cut=cut, program=program: program(cut(x))
             try:
                 expected = jax.eval_shape(run, jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -29,7 +29,7 @@ NOT_OPERATIONS = {"add_any", "sharding_constraint", "geqrf", "eq_to", "le_to", "
 @pytest.mark.parametrize("name", [name for name in TYPES if " of " not in name])
 def test_every_rule(name):
     # A corner is of a type that is among the weights, too; but these have no padding.
-    common, share = (1, 6) if name in WEIGHTS or name in PADDED else (1, 24)
+    common, share = (1, 12) if name in WEIGHTS or name in PADDED else (1, 48)
     _no_findings(name, of_each_rule((name,), common, share))
 
 
@@ -38,7 +38,7 @@ def test_every_rule(name):
 @pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rules_on_other_numbers(name, numbers):
-    _no_findings(f"{name}, {numbers}", of_each_rule((name,), 1, 12, numbers))
+    _no_findings(f"{name}, {numbers}", of_each_rule((name,), 1, 24, numbers))
 
 
 @pytest.mark.slow
