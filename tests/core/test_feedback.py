@@ -396,8 +396,9 @@ class TestAvalThatContradictsMaterialise:
                 made.append(self)
                 return jnp.zeros(self.shape)  # which has been said
 
-        for n in range(3):
-            assert Counted(jnp.ones(n)).shape == (n,)
+        with jax.enable_checks(False):  # with checks, each Value is asked
+            for n in range(3):
+                assert Counted(jnp.ones(n)).shape == (n,)
         assert len(made) == 1
 
     def test_a_type_may_refuse(self):
@@ -417,8 +418,9 @@ class TestAvalThatContradictsMaterialise:
             def aval(self):
                 return jax.core.ShapedArray(self.static_shape, jnp.float32)
 
-        assert Wrong(jnp.ones(3), (3,)).shape == (3,)
-        failures = check_type(Wrong(jnp.ones(3), (4,)), programs={}).failures
+        with jax.enable_checks(False):  # with checks, its shape is an error already
+            assert Wrong(jnp.ones(3), (3,)).shape == (3,)
+            failures = check_type(Wrong(jnp.ones(3), (4,)), programs={}).failures
         assert "Wrong.aval() says float32[4], but materialise() makes float32[3]" in str(failures)
 
 
