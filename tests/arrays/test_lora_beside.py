@@ -46,6 +46,12 @@ def test_the_dtype_is_that_of_the_layer():
     assert ql.LoraBias(None, ADDED, 0.5).dtype == ADDED.dtype
 
 
+def test_a_scaling_for_each_of_a_stack():
+    scaling = jnp.arange(1.0, 5.0)
+    expected = BIAS + scaling[:, None] * ADDED
+    np.testing.assert_allclose(ql.LoraBias(BIAS, ADDED, scaling).materialise(), expected)
+
+
 @pytest.mark.quick("Zero")
 @pytest.mark.parametrize("inner", ["BlockSparseArray", "NF4Array", "Zero", "LoraArray"])
 def test_a_value_that_is_trained_in_full(inner):

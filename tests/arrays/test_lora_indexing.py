@@ -46,14 +46,13 @@ LOOK_UPS = {
     "dynamic slices": lambda w, i: lax.dynamic_index_in_dim(w, i, keepdims=False),
     "take": lambda w, i: jnp.take(w, i, 0),
 }
-QUICK = [("dynamic slices", "stacked qlora"), ("take", "adapters on one base")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("look_up", "kind"),
     [
-        pytest.param(look_up, kind, marks=() if (look_up, kind) in QUICK else pytest.mark.slow)
+        (look_up, kind)
         for look_up in LOOK_UPS
         for kind in STACKS
         if look_up != "take" or kind in ("stacked", "adapters on one base")

@@ -134,6 +134,7 @@ FUNCTIONS = {
     "written to": (lambda x: x.at[0].set(x[1]), BF),
     "added to": (lambda x: x.at[:, 1].add(1.0), BF),
     "axis of size 1": (lambda x: x.reshape(2, 1, 4), ("batch", None, "feature")),
+    "axis of size 1 removed": (lambda x: x.reshape(2, 1, 4).reshape(2, 4), BF),
     "split axis": (lambda x: x.reshape(2, 2, 2), ("batch", None, None)),
     "merged axes": (jnp.ravel, (None,)),
     "broadcast": (lambda x: jnp.broadcast_to(x, (3, 2, 4)), (None, "batch", "feature")),

@@ -35,7 +35,6 @@ MAKE = {
     "columns out of order": _ordered,
 }
 SHAPES = [(1, 8), (8, 1), (1, 1), (3, 1, 4), (1, 3, 1)]
-_QUICK = {("NF4", (8, 1)), ("NF4, double", (1, 3, 1)), ("int8", (3, 1, 4)), ("columns out of order", (1, 8))}
 
 
 def _targets(shape):
@@ -49,14 +48,10 @@ def _targets(shape):
 
 
 @pytest.mark.each_value
-@pytest.mark.slow
+@pytest.mark.quick("False-NF4 of (8, 1)", "True-NF4, double of (1, 3, 1)")
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [
-        pytest.param(kind, shape, marks=[] if (kind, shape) in _QUICK else pytest.mark.slow)
-        for kind in MAKE
-        for shape in SHAPES
-    ],
+    [pytest.param(kind, shape, id=f"{kind} of {shape}") for kind in MAKE for shape in SHAPES],
 )
 @pytest.mark.parametrize("turned", [False, True])
 def test_every_shape(kind, shape, turned):

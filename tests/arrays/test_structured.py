@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.structured import (
@@ -70,10 +71,12 @@ def _same(found, expected):
 def test_each_multiplies_and_solves_as_its_array():
     """All in one program."""
     names = ("diagonal", "tridiagonal", "block diagonal", "block circulant", "kronecker")
-    matrices, x = {name: MAKERS[name](()) for name in names}, _normal(N, 2, seed=5)
+    matrices = {f"{name}, {batch}": MAKERS[name](batch) for name in names for batch in ((), (3,))}
+    x = _normal(N, 2, seed=5)
 
     def run(matrices):
-        return {name: (a @ x, solve(a, x)) for name, a in matrices.items()}
+        wide = lambda a: jnp.broadcast_to(x, (*a.shape[:-1], 2))
+        return {name: (a @ wide(a), solve(a, wide(a))) for name, a in matrices.items()}
 
     with ql.on_materialise("error"):
         found = jax.jit(ql.quaxify(run))(matrices)
@@ -114,9 +117,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick("kronecker @ kronecker-(4,)")
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
-@pytest.mark.parametrize("names", PRODUCTS, ids="·".join)
+@pytest.mark.parametrize("names", PRODUCTS, ids=" @ ".join)
 def test_products_that_are_structured(names, batch):
     a, b = (MAKERS[name](batch) for name in names)
     with ql.on_materialise("error"):
@@ -137,6 +140,32 @@ def test_sums_that_are_structured():
         assert type(d + t) is type(t - d) is TridiagonalMatrix
         assert type(u + t) is type(t - u) is type(u - u) is LowRankUpdate
         assert (u - u).u.shape == (N, 4)
+        assert type(c := MAKERS["block circulant"](())) is type(c + c)
+        v, matrix = MAKERS["update of dense"](()), _normal(N, N)
+        assert type(v + matrix) is type(matrix - v) is LowRankUpdate
+    _same(matrix - v, matrix - v.materialise())
+
+
+def test_quotients_by_arrays():
+    k, matrix = MAKERS["kronecker"](()), 1 + _normal(N, N) ** 2
+    with ql.on_materialise("allow"):
+        _same(ql.quaxify(jnp.divide)(k, matrix), k.materialise() / matrix)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "kronecker", "block diagonal"])
+def test_more_batch_axes(name):
+    a = MAKERS[name]((3,))
+    broadcast = lambda a: jnp.broadcast_to(a, (2, *a.shape))
+    with ql.on_materialise("error"):
+        found = ql.quaxify(broadcast)(a)
+    assert type(found) is type(a)
+    _same(found, broadcast(a.materialise()))
+
+
+def test_matrices_along_another_axis_have_no_structure():
+    d, apart = DiagonalMatrix(_normal(N)), lambda d: lax.broadcast_in_dim(d, (N, 2, N), (0, 2))
+    with ql.on_materialise("allow"):
+        _same(ql.quaxify(apart)(d), apart(d.materialise()))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ USERS = {
     "a user's scalar": lambda k=0: users.Scaled(_array(k)[1], jax.numpy.asarray(1.0)),
 }
 TYPES = USERS | WEIGHTS | CORNERS
-_QUICK = {"a user's of another", "a user's with operators", "LoraArray", "Unitful, metres"}
 
 OPERATIONS = {
     "==": lambda x, y, _: x == y,
@@ -70,10 +69,8 @@ def _outcome(run):
         return None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in _QUICK else pytest.mark.slow) for n in TYPES]
-)
+@pytest.mark.quick("a user's with operators")
+@pytest.mark.parametrize("name", TYPES)
 @ql.on_materialise("allow")
 def test_compares_as_the_array(name, default_promotion):
     x, y = TYPES[name](), TYPES[name](1)

@@ -18,9 +18,7 @@ PROGRAMS = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFallbackWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "NF4Array" else pytest.mark.slow) for n in WEIGHTS]
-)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_a_batch_of_any_size(name, program, default_promotion):
     w = WEIGHTS[name]()
     fn = jax.jit(lambda x: ql.materialise(ql.quaxify(PROGRAMS[program])(w, x)))

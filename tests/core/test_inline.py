@@ -24,11 +24,9 @@ FUNCTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "DiagonalMatrix" else pytest.mark.slow) for n in TYPES]
-)
+@pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("transform", [jax.grad, pytest.param(jax.hessian, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transform", [jax.grad, jax.hessian])
 def test_derivatives(transform, function, name):
     f, make, d = FUNCTIONS[function], TYPES[name], jnp.array([1.0, 3.0])
     with ql.on_materialise("allow"):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import drawn, random_key
+from quaxlike.arrays.lora.matrices import svd
+from tests.samples import drawn, normal, random_key
 
 KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
@@ -32,6 +33,12 @@ def test_olora_takes_orthogonal_columns():
     lora = ql.loraify(MLP, rank=3, init="olora", key=KEY).layers[1].weight
     np.testing.assert_allclose(lora.b.T @ lora.b, np.eye(3), atol=1e-5)
     np.testing.assert_allclose(lora.materialise(), MLP.layers[1].weight, atol=1e-6)
+
+
+def test_a_randomised_decomposition_of_a_matrix_of_low_rank():
+    w = normal(24, 3) @ normal(3, 16, seed=1)
+    u, s, vt = svd(w, 3, (KEY, 2))
+    np.testing.assert_allclose(u @ jnp.diag(s) @ vt, w, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.quick("nf4")

@@ -269,14 +269,11 @@ OPTIONS = {
     "pissa": {"init": "pissa", "where": LAYERS[:3]},
     "biases": {"lora_bias": True, "where": LAYERS[:3]},
 }
-QUICK = [("Linen", "plain"), ("Linen", "gaussian, a layer in full"), ("Haiku", "plain")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("naming", "options"),
-    [pytest.param(n, o, marks=[] if (n, o) in QUICK else pytest.mark.slow) for n in NAMINGS for o in OPTIONS],
-)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("naming", NAMINGS)
 def test_adapters_and_files_are_those_of_the_equinox_twin(naming, options, tmp_path):
     convert, rename = NAMINGS[naming]
     twin = Twin(KEY)

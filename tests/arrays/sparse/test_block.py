@@ -196,6 +196,12 @@ def test_a_layer_forward_and_backward_without_anything_dense():
     assert temporaries < w.size * 4 / 4
 
 
+def test_blocks_in_eight_bits():
+    w = a_matrix()
+    w = w.replace(blocks=ql.Int8Array.quantize(w.blocks))
+    agrees(lambda w, x: x @ w.T, w, normal(3, 2, 12))
+
+
 @pytest.mark.slow
 def test_blocks_in_four_bits():
     w = B.from_dense(normal(256, 192), block_size=64, density=1 / 3)
@@ -268,6 +274,11 @@ def test_a_column_that_comes_twice():
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
 
 
+@pytest.mark.parametrize("start", [8, -1])
+def test_a_row_beyond_the_last_is_the_last(start):
+    agrees(lambda w, i: lax.dynamic_slice_in_dim(w, i, 1, 0), a_matrix(), jnp.int32(start))
+
+
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_and_columns_that_are_looked_up(transposed):
@@ -277,6 +288,8 @@ def test_rows_and_columns_that_are_looked_up(transposed):
     w = ql.BlockSparseArray.from_dense(dense, block_size=2)
     w, dense = (ql.quaxify(jnp.transpose)(w), dense.T) if transposed else (w, dense)
     at = jnp.array([[5, 0, 3], [2, 3, 4]])
-    for look_up in (lambda w: w[at], lambda w: w[:, at], lambda w: w[at[0, 0]], lambda w: w[:, at[1, 2]]):
-        found = ql.materialise(ql.quaxify(look_up)(w))
-        np.testing.assert_array_equal(found, look_up(jnp.asarray(dense)))
+    look_up = lambda w, at: [w[at], w[:, at], w[at[0, 0]], w[:, at[1, 2]]]
+    for found, expected in zip(
+        jax.jit(ql.quaxify(look_up))(w, at), jax.jit(look_up)(jnp.asarray(dense), at), strict=True
+    ):
+        np.testing.assert_array_equal(ql.materialise(found), expected)

@@ -189,6 +189,11 @@ def test_how_it_prints():
     assert f"data=f32[{a_matrix().nse}]" in printed
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+def test_of_zeros_nothing_is_stored(shape):
+    assert S.from_dense(jnp.zeros(shape), stacked=len(shape) - 2).nse == 0
+
+
 # -------------------------------------------------------------------------------------------------
 # Products
 # -------------------------------------------------------------------------------------------------
@@ -234,14 +239,18 @@ def test_products_are_the_kernel():
     assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), a_matrix(), x).count("csr_matmul") == 1
 
 
-@pytest.mark.slow
-def test_products_of_two_whose_patterns_are_known():
+def test_a_product_of_two_whose_patterns_are_known():
     other = S.from_dense(thinned(12, 5, seed=3))
     with ql.on_materialise("error"):
         product = ql.quaxify(jnp.matmul)(a_matrix(), other)
     assert type(product) is S
     assert product.nse < 8 * 5
     close(product, a_matrix().materialise() @ other.materialise())
+
+
+@pytest.mark.slow
+def test_products_of_vectors_and_of_traced_data():
+    other = S.from_dense(thinned(12, 5, seed=3))
     vectors = [S.from_dense(thinned(30, seed=seed)) for seed in (5, 6)]
     with ql.on_materialise("error"):
         found = ql.quaxify(jnp.dot)(*vectors)
@@ -289,7 +298,6 @@ def test_sums_of_small_integers_keep_their_dtype():
         assert agrees(f, x).dtype == jnp.int8
 
 
-@pytest.mark.slow
 def test_layers_are_stacked_and_scanned():
     """Of different numbers of elements."""
     layers = [S.from_dense(thinned(6, 6, seed=seed)) for seed in (1, 2, 3)]
@@ -380,6 +388,14 @@ def test_rows_of_elements_in_no_order_are_those_of_the_whole():
     with ql.on_materialise("allow"):
         found = jax.jit(ql.quaxify(lambda x: jnp.take(x, ids, axis=0)))(unordered)
     np.testing.assert_allclose(found, np.take(np.asarray(a_matrix().materialise()), ids, axis=0))
+
+
+def test_a_stack_is_repeated_and_its_rows_are_not():
+    w, repeated = a_stack(), lambda w: jnp.broadcast_to(w, (3, *w.shape))
+    assert agrees(repeated, w).nse == w.nse
+    one, longer = S.from_dense(thinned(2, 1, 5), stacked=1), lambda w: jnp.broadcast_to(w, (2, 3, 5))
+    with ql.on_materialise("allow"):
+        close(ql.quaxify(longer)(one), longer(one.materialise()))
 
 
 @pytest.mark.parametrize(
