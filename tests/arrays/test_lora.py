@@ -158,6 +158,13 @@ def products(draw):
     return parts, normal(*x_shape), split(paired), split(x_paired)
 
 
+def test_a_magnitude_for_each_of_a_stack():
+    lora = make_lora(batch=((3,), (3,), (3,)))
+    dora = with_magnitude(lora)
+    np.testing.assert_allclose(dora.magnitude, np.linalg.norm(exact(lora), axis=-1), rtol=1e-5)
+    agrees(dora.materialise(), exact(lora))
+
+
 @pytest.mark.slow
 @given(products(), st.booleans())
 def test_dot_general_with_any_dimension_numbers(product, lora_first):

@@ -22,14 +22,14 @@ def inside():
     return lambda f: ql.quaxify(lambda _: f())(Unitful(1.0, "m"))
 
 
-ONE = array(np.ones(()))
+ONE, THREE = array(np.ones(())), array(np.arange(3.0, dtype=np.float32))
 
 
 def loop(body, *carry):
     return lax.while_loop(lambda x: jnp.sum(x[0]) > 5, body, carry)[1]
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("f", "number"),
     [
@@ -52,6 +52,7 @@ def loop(body, *carry):
         (lambda: loop(lambda x: (x[0] + 1, x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), None),
         (lambda: lax.scan(lambda x, y: (x * 2, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),
         (lambda: lax.scan(lambda x, y: (x + 1, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], None),
+        (lambda: lax.scan(lambda x, y: (x * THREE, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),
     ],
 )
 def test_what_a_plain_array_is_filled_with(inside, f, number):

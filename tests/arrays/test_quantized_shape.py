@@ -65,6 +65,25 @@ def test_stacks_are_quantised_one_by_one(quantize, axis):
         quantize(x, axis=0, stacked=1)
 
 
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int4Array])
+def test_scales_that_are_quantised_are_about_the_same(cls):
+    once, twice = (cls.quantize(_normal(8, 64), double_quant=double) for double in (False, True))
+    np.testing.assert_allclose(twice.materialise(), once.materialise(), rtol=0.02, atol=0.02)
+
+
+def test_matrices_of_a_stack_of_one():
+    """Their indices are those of an axis that is taken whole."""
+    w, at = ql.NF4Array.quantize(_normal(1, 4, 64)), jnp.array([[0], [0]])
+    found = jax.jit(ql.quaxify(lambda w, at: w[at]))(w, at)
+    np.testing.assert_array_equal(ql.materialise(found), w.materialise()[at])
+
+
+def test_matrices_of_a_turned_stack():
+    w = ql.Int8Array.quantize(_normal(2, 3, 8))
+    second = lambda w: jnp.unstack(jnp.moveaxis(w, 1, 2), axis=2)[1]
+    np.testing.assert_array_equal(ql.quaxify(second)(w).materialise(), second(w.materialise()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 64), (3, 0), (64,)])

@@ -42,7 +42,7 @@ def _error(w, q, importance=(1,)):
     return float(np.mean(np.asarray(importance, np.float32)[None] * (_dense(q) - w) ** 2) ** 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("q4_1", "mxfp4")
 @pytest.mark.parametrize("codec", LLAMA_CPP)
 def test_errors_are_at_most_those_of_llama_cpp(codec):
     w, importance = _matrix()

@@ -84,7 +84,7 @@ def test_each_multiplies_and_solves_as_its_array():
         _same(found[name], (np.asarray(a) @ x, np.linalg.solve(a, x)))
 
 
-@pytest.mark.slow
+@pytest.mark.quick("update of dense")
 @pytest.mark.parametrize("name", MAKERS)
 def test_inverse(name):
     a = MAKERS[name](())

@@ -189,6 +189,18 @@ class TestKindsOfArrays:
             assert float(run(V(y), y).array.ravel()[0]) == place
         ql.check_ambiguities(V, rules=rules)
 
+    def test_a_size_is_more_specific_than_it_or_one(self):
+        rules = ql.RuleSet()
+        _register([Float[Array, "#3"], Float[Array, "3"]], rules)
+        ql.check_ambiguities(V, rules=rules)
+        assert _chosen(rules, X1, jnp.ones(1), lax.mul_p.bind) == 0
+        assert _chosen(rules, jnp.ones(3), jnp.ones(3), lax.mul_p.bind) == 1
+
+    def test_of_other_dtypes_none_has_to_be_more_specific(self):
+        rules = ql.RuleSet()
+        _register([Float[Array, "a 2"], Int[Array, "2 a"]], rules)
+        ql.check_ambiguities(V, rules=rules)
+
     def test_neither_of_two_is_more_specific(self):
         rules = ql.RuleSet()
         _register([Float[Array, "a b"], Inexact[Array, "2 b"]], rules)

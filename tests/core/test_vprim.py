@@ -51,7 +51,7 @@ SOLVERS = Lazy(
 
 @pytest.mark.usefixtures("default_promotion")
 class TestLinearSolve:
-    @pytest.mark.slow
+    @pytest.mark.quick("DiagonalMatrix-batches-lu")
     @pytest.mark.parametrize(
         ("matrix", "mapped", "solver"),
         [

@@ -274,6 +274,10 @@ def test_a_column_that_comes_twice():
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
 
 
+def test_a_stack_is_repeated():
+    assert isinstance(agrees(lambda w: jnp.broadcast_to(w, (3, *w.shape)), a_stack()), B)
+
+
 @pytest.mark.parametrize("start", [8, -1])
 def test_a_row_beyond_the_last_is_the_last(start):
     agrees(lambda w, i: lax.dynamic_slice_in_dim(w, i, 1, 0), a_matrix(), jnp.int32(start))

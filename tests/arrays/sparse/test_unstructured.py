@@ -390,6 +390,11 @@ def test_rows_of_elements_in_no_order_are_those_of_the_whole():
     np.testing.assert_allclose(found, np.take(np.asarray(a_matrix().materialise()), ids, axis=0))
 
 
+def test_elements_times_a_row():
+    """Also where one of a stack is padded."""
+    assert isinstance(agrees(lambda w, x: w * x, a_stack(), normal(1, 1, 12)), S)
+
+
 def test_a_stack_is_repeated_and_its_rows_are_not():
     w, repeated = a_stack(), lambda w: jnp.broadcast_to(w, (3, *w.shape))
     assert agrees(repeated, w).nse == w.nse
