@@ -48,7 +48,7 @@ def _targets(shape):
 
 
 @pytest.mark.each_value
-@pytest.mark.quick("False-NF4 of (8, 1)", "True-NF4, double of (1, 3, 1)")
+@pytest.mark.quick("False-int8 of (8, 1)", "True-NF4, double of (1, 3, 1)")
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [pytest.param(kind, shape, id=f"{kind} of {shape}") for kind in MAKE for shape in SHAPES],

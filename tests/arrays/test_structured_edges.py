@@ -249,10 +249,9 @@ def test_a_diagonal_times_an_update_of_small_integers():
     _agrees(jnp.multiply, DiagonalMatrix(array([1, 2, 3], "int8")), update)
 
 
-@pytest.mark.quick("tridiagonal")
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal"])
 def test_the_sign_of_a_complex_determinant_has_a_derivative(name):
-    z, t = array([1 + 2j, 3 - 1j], "complex128"), array([0.5 + 1j, 0.5 + 1j], "complex128")
+    z, t = array([1j, 3 - 1j], "complex128"), array([0.5 + 1j, 0.5 + 1j], "complex128")
     off = array([0.3j], "complex128")
     make = DiagonalMatrix if name == "diagonal" else lambda z: TridiagonalMatrix(off, z, off)
     found = jax.jvp(lambda z: ql.quaxify(jnp.linalg.slogdet)(make(z)), (z,), (t,))
