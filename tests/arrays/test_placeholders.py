@@ -48,11 +48,11 @@ def loop(body, *carry):
         (lambda: jax.checkpoint(lambda x: x[:2] * 3.0)(jnp.zeros(3)), 0.0),
         (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x * ONE, jnp.zeros(3)), 0.0),
         (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x + ONE, jnp.zeros(3)), None),
+        (lambda: lax.scan(lambda x, y: (x * THREE, x), jnp.zeros(3), jnp.ones((5, 3)))[1], 0.0),
         (lambda: loop(lambda x: (x[0], x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), 0.0),
         (lambda: loop(lambda x: (x[0] + 1, x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), None),
         (lambda: lax.scan(lambda x, y: (x * 2, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),
         (lambda: lax.scan(lambda x, y: (x + 1, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], None),
-        (lambda: lax.scan(lambda x, y: (x * THREE, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),
     ],
 )
 def test_what_a_plain_array_is_filled_with(inside, f, number):
