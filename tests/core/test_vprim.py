@@ -51,7 +51,7 @@ SOLVERS = Lazy(
 
 @pytest.mark.usefixtures("default_promotion")
 class TestLinearSolve:
-    @pytest.mark.quick("DiagonalMatrix-batches-lu")
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("matrix", "mapped", "solver"),
         [
@@ -71,6 +71,15 @@ class TestLinearSolve:
         with ql.on_materialise("allow"):
             found = jax.grad(lambda d, b: total(ql.quaxify(run)(make(d), b)), (0, 1))(D, B)
         expected = jax.grad(lambda d, b: total(run(dense(d), b)), (0, 1))(D, B)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+
+    def test_gradients_of_a_map_around_the_level(self):
+        make, dense = MATRICES["DiagonalMatrix"]
+        solve = lambda m, b: ql.materialise(_solve(m, b, SOLVERS["lu"]))
+        total = lambda run: lambda d, b: jnp.sum(jnp.sin(jax.vmap(run, (None, 0))(d, b)))
+        found = jax.grad(total(lambda d, b: ql.quaxify(solve)(make(d), b)), (0, 1))(D, B)
+        expected = jax.grad(total(lambda d, b: solve(dense(d), b)), (0, 1))(D, B)
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
 
