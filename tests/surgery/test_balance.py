@@ -12,7 +12,10 @@ from tests.fixtures import fixture
 from tests.samples import normal
 
 _FOLDS = {"norm": ["first", "second"], "first": ["last"]}
-_OPTIONS = {"scheme": "int3_block", "block_size": 32}
+SCHEMES = {
+    "int3_block": {"scheme": "int3_block", "block_size": 32},
+    "int8, activations": {"scheme": "int8", "activations": "int8"},
+}
 
 
 class _Gated(eqx.Module):
@@ -37,17 +40,18 @@ def _run(model, x):
     return jax.vmap(model)(x)
 
 
-@pytest.mark.slow
-def test_a_balanced_model_computes_the_same_and_rounds_better():
+@pytest.mark.quick("int8, activations")
+@pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+def test_a_balanced_model_computes_the_same_and_rounds_better(options):
     model, x, held_out = _model(), jnp.asarray(normal(128, 64)), jnp.asarray(normal(32, 64, seed=1))
     moments = ql.input_moments(_run)(model, x)
-    balanced = ql.balance(model, moments, folds=_FOLDS, **_OPTIONS)
+    balanced = ql.balance(model, moments, folds=_FOLDS, **options)
     wanted = _run(model, held_out)
     np.testing.assert_allclose(_run(balanced, held_out), wanted, rtol=1e-4, atol=1e-3)
     assert not jnp.allclose(balanced.norm.weight, model.norm.weight)
 
     def error(model):
-        quantised = ql.quantize(model, **_OPTIONS)
+        quantised = ql.quantize(model, **options)
         return float(jnp.mean((ql.quaxify(_run)(quantised, held_out) - wanted) ** 2))
 
     assert error(balanced) < 0.7 * error(model)

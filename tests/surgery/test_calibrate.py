@@ -36,7 +36,7 @@ def _moments(model, x):
     return ql.input_moments(lambda model, x: jax.vmap(model)(x))(model, x)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantize_with_moments(scheme):
     model, x, options = _model(), _inputs(), SCHEMES[scheme]
