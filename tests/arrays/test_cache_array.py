@@ -41,6 +41,16 @@ def test_writes_round_the_update_alone(codec):
         np.testing.assert_array_equal(leaf[:4], old[:4])
 
 
+@pytest.mark.parametrize("start", [-1, -9, 9])
+def test_starts_beyond_either_end(start):
+    """They are those of a dense array: counted from the end, and then clamped."""
+    cache, update = CacheArray.quantize(normal(*SHAPE)), CacheArray.quantize(normal(2, 3, 64, seed=1))
+    write = lambda w, x: lax.dynamic_update_slice(w, x, (start, 0, 0))
+    expected = write(cache.materialise(), update.materialise())
+    for x in (update, update.materialise()):
+        np.testing.assert_allclose(ql.quaxify(write)(cache, x).materialise(), expected, atol=1e-6)
+
+
 @pytest.mark.quick("nf4")
 @pytest.mark.parametrize("codec", CODES)
 def test_codes_are_copied(codec):

@@ -280,7 +280,8 @@ def _written(free: CacheArray, part: CacheArray, starts: Sequence[ArrayLike]) ->
 
     def put(leaf: Array, new: Array) -> Array:
         rest = [np.zeros((), jnp.result_type(starts[0]))] * (leaf.ndim - len(begin))
-        return lax.dynamic_update_slice(leaf, new, [*begin, *rest])
+        # Negative starts were wrapped before this rule was called. What is still negative is clamped.
+        return lax.dynamic_update_slice(leaf, new, [*begin, *rest], allow_negative_indices=False)
 
     return jax.tree.map(put, free, part)
 
