@@ -39,7 +39,7 @@ def test_every_form_in_a_loop(name, loop):
     with under(True):
         x = TYPES[name]()
         aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        results = {step: result(step, aval) for step in map(Step, some_of(dict.fromkeys(FORMS), name, 3))}
+        results = {step: result(step, aval) for step in map(Step, some_of(dict.fromkeys(FORMS), name, 6))}
         steps = [step for step, out in results.items() if out is not None and out.shape == x.shape]
     programs = [Program(name, (step,), (loop,), ("grad",), True, first=i) for i, step in enumerate(steps)]
     assert not [str(found) for _, found in outcomes(programs) if isinstance(found, Finding)]

@@ -32,7 +32,7 @@ def test_products_with_other_dtypes(name):
     if dense.ndim != 2 or dense.size == 0:
         pytest.skip("Not a matrix.")
     (m, n), rng = dense.shape, np.random.default_rng(0)
-    for case, (text, dtype) in some_of(CASES, name, 3).items():
+    for case, (text, dtype) in some_of(CASES, name, 6).items():
         x, y = (jnp.asarray(rng.integers(0, 4, shape).astype(dtype)) for shape in [(3, m), (n, 2)])
         with jax.numpy_dtype_promotion("standard"), ql.on_materialise("allow"):
             expected = PRODUCTS[text](dense, x, y)

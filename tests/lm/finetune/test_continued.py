@@ -16,6 +16,7 @@ from quaxlike.lm import load as load_model
 from quaxlike.lm import peft
 from quaxlike.lm.finetune.__main__ import main
 from tests.lm.finetune.test_finetune import LINES, checkpoint, log_of, write
+from tests.samples import some_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -56,8 +57,8 @@ def test_it_goes_on_where_the_adapter_stood(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_adapters_of_all_methods(name, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", some_of(METHODS, "goes on", 3))
+def test_adapters_of_several_methods(name, run, tmp_path, monkeypatch):
     """The model is the one that was written, and it is trained further, in the same files."""
     small = {"shira": {"rank": 4}, "c3a": {"block_size": 16}}.get(name, {})  # others are small by default
     start = functools.partial(METHODS[name].start, **small)
