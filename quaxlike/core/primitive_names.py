@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
-from . import compat
+from . import compat, high_level
 
 MODULES = {
     "jax.numpy": jnp,
@@ -84,8 +84,9 @@ def primitives_of(function: Any) -> list[str]:
 
 def _names(jaxpr: Any) -> Iterator[str]:
     for eqn in compat.open_jaxpr(jaxpr).eqns:
-        inside = list(jexc.jaxprs_in_params(eqn.params)) if eqn.primitive.name in _CALLERS else []
+        name, params = high_level.as_call(eqn.primitive, eqn.params)
+        inside = list(jexc.jaxprs_in_params(params)) if name in _CALLERS else []
         if inside:
             yield from _names(inside[0])
         else:
-            yield eqn.primitive.name
+            yield name
