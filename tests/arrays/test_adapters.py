@@ -87,6 +87,10 @@ def _dot(x, w_axes, x_axes, batch=((), ()), *, left=True):
     return program
 
 
+def test_it_is_negated():
+    _check(jnp.negative, A.HadamardArray(_x(4, 6), _x(4, 6, seed=1)))
+
+
 def test_each_multiplies_as_its_array():
     """All in one program, in the usual form."""
     made, x = _methods(_x(4, 6, seed=9)), _x(3, 6, seed=1)

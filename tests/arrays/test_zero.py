@@ -160,6 +160,13 @@ def test_products_that_sum_no_elements(number):
     agrees(lambda x: x @ jnp.ones((0, 3)), nothing)
 
 
+def test_quotients_of_constants_without_elements_have_no_gradient():
+    total = ql.quaxify(lambda x: jnp.sum(x / 4.0))
+    divided = lambda number, shape: ql.materialise(total(Full(number, shape)))
+    assert jax.grad(divided)(2.0, (0, 4)) == 0
+    assert jax.grad(divided)(2.0, (1, 4)) == 1
+
+
 def test_products_of_booleans():
     for value in (True, jnp.array(True)):
         true = Full(value, (3, 3))
