@@ -237,7 +237,7 @@ class QuaxTrace(jax.core.Trace):
         With `only_rules`, returns `NotImplemented` if there are no rules, or all of them decline.
         """
         primitive = key[0]
-        if "param_types" in params and getattr(primitive, "family", "") == "defined":
+        if "_param_types" in params and getattr(primitive, "family", "") == "defined":
             params = primitive.plain_params(params)  # without what is just for JAX's caches
         rules = self.resolver.cache.get(key)
         if rules is None:

@@ -19,7 +19,7 @@ _defined: dict[str, DefinedPrimitive] = {}
 
 # Our own parameters, and an argument to JAX's `apply_primitive`: a parameter of this name would clash with
 # it.
-_RESERVED = ("in_tree", "forms", "param_types", "prim")
+_RESERVED = ("in_tree", "forms", "_param_types", "prim")
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
 

@@ -2,7 +2,8 @@
 
 JAX keys its caches by `==`. But 1, 1.0 and True are equal: if only the values were bound, whichever came
 first would determine the program for all of them. So where it matters their types are bound as well, as a
-parameter `param_types`.
+parameter `_param_types`. Its name sorts before the others, so that JAX compares types before values: to
+compare a NumPy number with a nested tuple is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,25 +14,25 @@ import jax.tree_util as jtu
 from ..core.statics import type_of
 from .forms import Params
 
-_OURS = ("forms", "in_tree", "param_types")
+_OURS = ("forms", "in_tree", "_param_types")
 
 
 def with_types(params: Params) -> Params:
-    """Adds `param_types`, if any parameter may be equal to one of another type."""
+    """Adds `_param_types`, if any parameter may be equal to one of another type."""
     types = []
     for name, value in params.items():
         if name not in _OURS and (of := type_of(value)) is not None:
             types.append((name, of))
     if types:
         types.sort(key=lambda item: item[0])
-        return {**params, "param_types": tuple(types)}
+        return {**params, "_param_types": tuple(types)}
     return without_types(params)
 
 
 def without_types(params: Params) -> Params:
-    if "param_types" not in params:
+    if "_param_types" not in params:
         return params
-    return {name: value for name, value in params.items() if name != "param_types"}
+    return {name: value for name, value in params.items() if name != "_param_types"}
 
 
 # When calling a rule, remove all our own parameters, and unflatten its operands.
@@ -44,7 +45,7 @@ def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:
 
 
 def without_tree(params: Mapping[str, Any]) -> tuple[Any, Params]:
-    static = {name: value for name, value in params.items() if name not in ("in_tree", "param_types")}
+    static = {name: value for name, value in params.items() if name not in ("in_tree", "_param_types")}
     return params.get("in_tree"), static
 
 

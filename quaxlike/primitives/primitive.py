@@ -2,7 +2,7 @@
 
 JAX transforms require a primitive's parameters to be static and hashable, and its operands to be flat. So the
 tree structure goes into a parameter `in_tree`, and any forms into a parameter `forms`. Neither is passed on
-to rules. Nor is the parameter `param_types`, see `parameters.py`.
+to rules. Nor is the parameter `_param_types`, see `parameters.py`.
 """
 
 import dataclasses
@@ -198,7 +198,7 @@ class DefinedPrimitive(Primitive):
             raise
 
     def plain_params(self, params: Params) -> Params:
-        """Returns an equation's parameters without `param_types`."""
+        """Returns an equation's parameters without `_param_types`."""
         return without_types(params)
 
     @property

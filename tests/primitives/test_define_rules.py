@@ -249,8 +249,8 @@ def test_names():
         define_primitive("dot_general", jnp.dot, replace=True)
     with pytest.raises(ValueError, match=r"must be an identifier, got 'a\.b'"):
         define_primitive("a.b", jnp.sin)
-    for reserved in (lambda x, forms: x, lambda x, *, param_types: x):
-        with pytest.raises(ValueError, match=r"has a parameter '(forms|param_types)'"):
+    for reserved in (lambda x, forms: x, lambda x, *, _param_types: x):
+        with pytest.raises(ValueError, match=r"has a parameter '(forms|_param_types)'"):
             define_primitive("test_reserved", reserved)
 
 
