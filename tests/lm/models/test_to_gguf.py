@@ -84,10 +84,22 @@ def _kinds(path):
     return {name: tensor.kind for name, tensor in open_gguf(path)._tensors.items()}
 
 
-@pytest.mark.slow
-def test_the_factor_of_yarn_is_told(checkpoint, tmp_path):
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 2.0}
-    source, model = checkpoint("llama_yarn", rope_parameters=yarn)
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.quick("changes1-gpt_oss")
+@pytest.mark.parametrize("name", ["llama_yarn", "gpt_oss"])  # the latter's family has one of its own
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": _YARN | {"attention_factor": 2.0}},
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ],
+)
+def test_the_factor_of_yarn_is_told(name, changes, checkpoint, tmp_path):
+    source, model = checkpoint(name, **changes)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({k: x for k, x in config.items() if x is not None}))
     save(tmp_path / "m.gguf", model, source, format="gguf")
     again, _ = load(tmp_path / "m.gguf")
     for ours, theirs in zip(model.config.ropes, again.config.ropes, strict=True):
@@ -372,7 +384,6 @@ def test_quantised_models(checkpoint, tmp_path):
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
 
 
