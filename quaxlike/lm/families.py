@@ -213,6 +213,12 @@ class Family:
         """Translates the usual name of a part, such as `self_attn.q_proj`, to this family's name."""
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
+    def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds the default values of entries missing from a configuration."""
+        # The older name of an entry stands for it, too.
+        given = {"rope_parameters"} if config.get("rope_scaling") else set[str]()
+        return {name: x for name, x in self.defaults.items() if name not in given} | dict(config)
+
     def folds(self) -> dict[str, list[str]]:
         """Returns the layers `quaxlike.balance` can fold scales into, as regular expressions.
 

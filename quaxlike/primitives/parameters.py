@@ -2,8 +2,8 @@
 
 JAX keys its caches by `==`. But 1, 1.0 and True are equal: if only the values were bound, whichever came
 first would determine the program for all of them. So where it matters their types are bound as well, as a
-parameter `_param_types`. Its name sorts before the others, so that JAX compares types before values: to
-compare a NumPy number with a nested tuple is an error.
+parameter `_param_types`. Its name sorts before names in lower case, so that JAX compares types before values:
+comparing a NumPy number with a nested tuple is an error.
 """
 
 from collections.abc import Mapping, Sequence

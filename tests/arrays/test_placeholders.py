@@ -22,7 +22,7 @@ def inside():
     return lambda f: ql.quaxify(lambda _: f())(Unitful(1.0, "m"))
 
 
-ONE, THREE = array(np.ones(())), array(np.arange(3.0, dtype=np.float32))
+ONE, SEVERAL = array(np.ones(())), array(np.arange(3.0, dtype=np.float32))
 
 
 def loop(body, *carry):
@@ -48,7 +48,7 @@ def loop(body, *carry):
         (lambda: jax.checkpoint(lambda x: x[:2] * 3.0)(jnp.zeros(3)), 0.0),
         (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x * ONE, jnp.zeros(3)), 0.0),
         (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x + ONE, jnp.zeros(3)), None),
-        (lambda: lax.scan(lambda x, y: (x * THREE, x), jnp.zeros(3), jnp.ones((5, 3)))[1], 0.0),
+        (lambda: lax.scan(lambda x, y: (x * SEVERAL, x), jnp.zeros(3), jnp.ones((5, 3)))[1], 0.0),
         (lambda: loop(lambda x: (x[0], x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), 0.0),
         (lambda: loop(lambda x: (x[0] + 1, x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), None),
         (lambda: lax.scan(lambda x, y: (x * 2, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),

@@ -134,14 +134,15 @@ KINDS = ["diagonal", "tridiagonal", "kronecker", "update of dense", "update of d
 
 
 def test_sums_that_are_structured():
-    d, t, u = (MAKERS[name](()) for name in ("diagonal", "tridiagonal", "update of diagonal"))
+    names = ("diagonal", "tridiagonal", "update of diagonal", "update of dense", "block circulant")
+    d, t, u, v, c = (MAKERS[name](()) for name in names)
+    matrix = _normal(N, N)
     with ql.on_materialise("error"):
         assert type(d + d) is DiagonalMatrix
         assert type(d + t) is type(t - d) is TridiagonalMatrix
         assert type(u + t) is type(t - u) is type(u - u) is LowRankUpdate
         assert (u - u).u.shape == (N, 4)
-        assert type(c := MAKERS["block circulant"](())) is type(c + c)
-        v, matrix = MAKERS["update of dense"](()), _normal(N, N)
+        assert type(c + c) is BlockCirculantMatrix
         assert type(v + matrix) is type(matrix - v) is LowRankUpdate
     _same(matrix - v, matrix - v.materialise())
 

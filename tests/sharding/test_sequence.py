@@ -28,8 +28,8 @@ TOKENS = 256
 
 
 def program(name: str) -> None:
-    """Trains the model on each mesh, with texts packed in rows; prints a line of JSON for each. Each device
-    has several blocks of queries."""
+    """Trains the model on one device and on a mesh, with texts packed in rows; prints a line of JSON for
+    each. Each device has several blocks of queries. Llama runs on both meshes, the others on the second."""
     from quaxlike.lm.models import attention_blocks
 
     attention_blocks._BLOCK = 16

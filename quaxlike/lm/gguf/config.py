@@ -433,7 +433,7 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary parameters, which transformers 4 and 5 store differently."""
-    # The older entry first: the newer one may be the family's, for files without either.
+    # In the order of `DecoderConfig`, which decides what the model computes.
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     given = given.get("full_attention") or given  # llama.cpp infers Gemma's window layers
     theta = config.get("rope_theta") or 10000.0

@@ -217,7 +217,7 @@ class DecoderConfig(Config):
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         # Some entries only matter for a few families, so drop them for all others.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
-        fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
+        fields = {"tie_word_embeddings": family.tied, **family.with_defaults(config)}
         fields |= {"architecture": architecture, "head": head}
         # Derived fields can't be set in a file, so drop any entries of the same name.
         own = ("headless", "body_name", "labels", "new_embeddings")
@@ -462,7 +462,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     if not names:
         return dict(config)
     family, parsed = FAMILIES[names[0]], DecoderConfig.from_json(config)
-    whole = {**family.defaults, **config, **dict(parsed.sizes)}
+    whole = {**family.with_defaults(config), **dict(parsed.sizes)}
     whole["sliding_window"] = parsed.sliding_window or None
     if parsed.global_head_dim:
         whole |= {name: getattr(parsed, name) for name in _OF_KINDS}

@@ -95,7 +95,8 @@ def _reshaped(stored):
 
 
 def _once(change, seed="", n=1):
-    """The first of the changes of each kind: of the first layer, expert and part. About one kind in `n`."""
+    """The first of the changes of each kind, whatever the numbers of layers, experts and parts. With `n`,
+    about one kind in so many: others for another `seed`."""
 
     def changes(stored):
         first = {}
